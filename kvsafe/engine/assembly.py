@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From vLLM's effective configuration to the parts of one process: built once, at start."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+    canonical_format_id,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    build_offloading_config,
+    get_offloading_group_ids,
+)
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+    get_kv_quant_mode,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvsafe.device import ExpectedGroup, GeometryExpectation
+from kvsafe.engine.adapters import AdapterLedger
+from kvsafe.engine.config import (
+    EngineFacts,
+    KVSafeConfig,
+    parse_config,
+    refuse_unsafe,
+    to_vllm_extra,
+)
+from kvsafe.engine.identity import (
+    RANDOM_NONE_HASH,
+    none_hash_fingerprint,
+    read_identity,
+)
+from kvsafe.engine.journal import logger
+from kvsafe.engine.registry import foreign_names, remember_identity
+from kvsafe.engine.spec import Assembly, KVSafeSpec
+from kvsafe.engine.station import Launch, Station
+from kvsafe.engine.weights import code_digest, resolve_model_folder, weights_digest
+from kvsafe.seal.epoch import EpochFile
+from kvsafe.seal.identity import Identity
+from kvsafe.seal.keyfile import from_environment, load_or_create
+from kvsafe.seal.keyring import Keyring
+from kvsafe.seal.layout import FORMAT_VERSION
+from kvsafe.seal.suites import Suite
+
+UNKNOWN_WEIGHTS = "unknown:" + "0" * 64
+
+
+class AssemblyError(RuntimeError):
+    """Something that must be known before the first chunk is not; the text names the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a connector of this process is made of."""
+
+    config: KVSafeConfig
+    offloading: OffloadingConfig
+    spec: KVSafeSpec
+    adapters: AdapterLedger
+
+
+def assemble(vllm_config: Any, kv_cache_config: Any, *, scheduler: bool) -> Parts:
+    """Read, check and build everything for the scheduler's or a worker's process.
+
+    Raises `ConfigError`, `AssemblyError`, `KeyFileError`, `EpochError` or `IdentityError`:
+    a start that cannot be proven safe does not happen.
+    """
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    config = parse_config(extra, environ=os.environ)
+    offloading = build_offloading_config(vllm_config, kv_cache_config)
+    facts = engine_facts(vllm_config, kv_cache_config, offloading)
+    for complaint in refuse_unsafe(facts, config):
+        logger.warning("kvsafe: %s: %s", complaint.key, complaint.problem)
+    identity = _identity(vllm_config, kv_cache_config, offloading, config)
+    keyring = load_keyring(config, os.environ)
+    station = Station(
+        config,
+        identity,
+        keyring,
+        epoch_file(config, keyring),
+        Launch(_token(vllm_config), offloading.parallel.world_size, _rank(offloading, scheduler)),
+    )
+    assembly = Assembly(
+        station=station,
+        expectation=_expectation(kv_cache_config, offloading),
+        foreign=_foreign(config, identity, station) if scheduler else (),
+    )
+    spec = KVSafeSpec(replace(offloading, extra_config=to_vllm_extra(config)), assembly)
+    adapters = AdapterLedger(Path(config.state_dir) / "adapters.json")
+    return Parts(config, offloading, spec, adapters)
+
+
+def load_keyring(config: KVSafeConfig, environ: Mapping[str, str]) -> Keyring:
+    """The keys that the operator configured; a key file is made on first use."""
+    suite = Suite.named(config.suite)
+    if suite is Suite.BLAKE3:
+        return Keyring.unkeyed()
+    if config.key_env is not None:
+        return from_environment(environ, config.key_env, suite=suite.label)
+    if config.key_file is None:
+        raise AssemblyError("no key: set key_file or key_env")
+    return load_or_create(Path(config.key_file), suite=suite.label)
+
+
+def epoch_file(config: KVSafeConfig, keyring: Keyring) -> EpochFile:
+    """The epoch of this namespace."""
+    suite = Suite.named(config.suite)
+    secret = keyring.state_secret
+    path = Path(config.state_dir) / f"epoch-{config.namespace}.json"
+    return EpochFile(path, lambda message: suite.tag(secret, message))
+
+
+def engine_facts(
+    vllm_config: Any, kv_cache_config: Any, offloading: OffloadingConfig
+) -> EngineFacts:
+    """The facts that decide whether this engine is one that kvsafe is proven on."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    groups = [kv_cache_config.kv_cache_groups[index] for index in _group_ids(kv_cache_config)]
+    algorithm = cache.prefix_caching_hash_algo
+    return EngineFacts(
+        vllm_version=vllm.__version__,
+        nnodes=int(getattr(parallel, "nnodes", 1)),
+        world_size=int(parallel.world_size),
+        executor_backend=_executor_name(parallel.distributed_executor_backend),
+        kv_cache_dtype=str(cache.cache_dtype),
+        model_dtype=str(vllm_config.model_config.dtype),
+        kv_quant_modes=tuple(get_kv_quant_mode(str(cache.cache_dtype)).name for _ in groups),
+        kv_cache_layout=offloading.kv_cache_layout,
+        group_kinds=tuple(_group_kind(group) for group in groups),
+        hash_algo=str(algorithm),
+        none_hash_random=none_hash_fingerprint(str(algorithm)) == RANDOM_NONE_HASH,
+        platform="cuda" if current_platform.is_cuda_alike() else current_platform.device_type,
+        prefix_caching=bool(cache.enable_prefix_caching),
+        spec_decode=vllm_config.speculative_config is not None,
+    )
+
+
+def _group_ids(kv_cache_config: Any) -> tuple[int, ...]:
+    ids: tuple[int, ...] = get_offloading_group_ids(kv_cache_config)
+    return ids
+
+
+def _executor_name(backend: object) -> str | None:
+    return backend if backend is None or isinstance(backend, str) else type(backend).__name__
+
+
+def _group_kind(group: Any) -> str:
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    kind = get_kv_cache_spec_kind(spec)
+    name = str(getattr(kind, "value", kind))
+    return "mla" if name.startswith("mla") else name
+
+
+def _rank(offloading: OffloadingConfig, scheduler: bool) -> int | None:
+    return None if scheduler else int(offloading.parallel.rank)
+
+
+def _token(vllm_config: Any) -> str:
+    """The same in all processes of one start of one engine, and nowhere else."""
+    transfer = vllm_config.kv_transfer_config
+    return f"{transfer.engine_id} {vllm_config.instance_id}"
+
+
+def _identity(
+    vllm_config: Any, kv_cache_config: Any, offloading: OffloadingConfig, config: KVSafeConfig
+) -> Identity:
+    model = vllm_config.model_config
+    folder = resolve_model_folder(model.model, model.revision)
+    layout = offloading.kv_cache_layout
+    canonical = ""
+    if offloading.canonical_layout and layout is not None:
+        canonical = str(canonical_format_id(layout))
+    return read_identity(
+        vllm_config,
+        kv_cache_config,
+        namespace=config.namespace,
+        weights=_weights(vllm_config, config, folder),
+        format_version=FORMAT_VERSION,
+        blocks_per_chunk=offloading.cache.blocks_per_chunk,
+        tokens_per_hash=offloading.cache.tokens_per_hash,
+        kv_cache_layout=layout,
+        canonical_format=canonical,
+        replicated=offloading.replicated_layout,
+        remote_code=_remote_code(model, folder, config),
+    )
+
+
+def _weights(vllm_config: Any, config: KVSafeConfig, folder: Path | None) -> str:
+    if config.weights_digest != "auto":
+        return config.weights_digest
+    digest = None
+    if folder is not None:
+        digest = weights_digest(
+            folder,
+            cache=Path(config.state_dir) / "weights.json",
+            threads=config.verify_threads,
+            progress=_log_progress,
+            load_format=str(vllm_config.load_config.load_format),
+        )
+    if digest is not None:
+        return digest
+    if config.allow_unknown_weights:
+        return UNKNOWN_WEIGHTS
+    raise AssemblyError(
+        f"the weights of {vllm_config.model_config.model} cannot be read from local files, so "
+        "chunks of other weights could not be told apart: set weights_digest to a value that "
+        "changes with the weights, or set allow_unknown_weights"
+    )
+
+
+def _remote_code(model: Any, folder: Path | None, config: KVSafeConfig) -> str | None:
+    if not model.trust_remote_code or folder is None:
+        return None
+    return code_digest(folder, cache=Path(config.state_dir) / "code.json")
+
+
+def _log_progress(done: int, total: int, *_: object) -> None:
+    logger.info("kvsafe: reading weights, %d of %d MiB", done >> 20, total >> 20)
+
+
+def _foreign(config: KVSafeConfig, identity: Identity, station: Station) -> tuple[Any, ...]:
+    folder = Path(config.state_dir) / "identities"
+    others = foreign_names(folder, identity, station.suite, station.keyring)
+    remember_identity(folder, identity, station.suite)
+    for other in others:
+        logger.info(
+            "kvsafe: chunks of another identity are refused; differs in %s: here %s, there %s",
+            other.refusal.field,
+            other.refusal.expected,
+            other.refusal.found,
+        )
+    return others if config.explain_misses else ()
+
+
+def _expectation(kv_cache_config: Any, offloading: OffloadingConfig) -> GeometryExpectation:
+    """What the registered tensors must be, said from the configuration alone."""
+    per_chunk = offloading.cache.blocks_per_chunk
+    groups = tuple(
+        ExpectedGroup(
+            tuple(kv_cache_config.kv_cache_groups[index].layer_names),
+            _page_bytes(kv_cache_config.kv_cache_groups[index]),
+        )
+        for index in _group_ids(kv_cache_config)
+    )
+    return GeometryExpectation(
+        device_type=str(current_platform.device_type),
+        blocks_per_chunk=per_chunk,
+        slice_bytes=offloading.worker_kv_bytes_per_block * per_chunk,
+        groups=groups,
+    )
+
+
+def _page_bytes(group: Any) -> tuple[int, ...]:
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return tuple(_unpadded(spec.kv_cache_specs[name]) for name in group.layer_names)
+    return (_unpadded(spec),) * len(group.layer_names)
+
+
+def _unpadded(spec: Any) -> int:
+    if isinstance(spec, AttentionSpec):
+        return int(spec.unpadded_page_size_bytes)
+    if isinstance(spec, MambaSpec):
+        return int(replace(spec, page_size_padded=None).page_size_bytes)
+    return int(spec.page_size_bytes)

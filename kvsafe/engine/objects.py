@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects of vLLM's fs tier as kvsafe looks at them: before a load and after a refusal.
+
+vLLM's tier takes whatever stands at a path: it follows links, would wait on a FIFO, reads
+the front of a longer file. Its lookup thread is replaced by one that takes only regular
+files of exactly one row; anything else is refused there, before a load can touch it.
+"""
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+from kvsafe.engine.journal import logger
+from kvsafe.seal.refusal import Refusal, RefusalKind
+
+QUARANTINE_FOLDER = "kvsafe-quarantine"
+
+_NOT_THE_OBJECTS_FAULT = (RefusalKind.EPOCH_UNKNOWN, RefusalKind.COPY_FAULT, RefusalKind.FENCE)
+
+NoteObject = Callable[[OffloadKey, Refusal, bool], None]
+
+
+class ObjectStore(Protocol):
+    """What kvsafe can do with the objects of a tier that is not its own."""
+
+    on_refusal: NoteObject | None
+
+    def exists(self, name: OffloadKey) -> bool:
+        """Whether an object of this name is there."""
+        ...
+
+    def quarantine(self, name: OffloadKey, refusal: Refusal) -> bool:
+        """Take a refused object out of the way. True if it was."""
+        ...
+
+
+class FsObjects:
+    """The files of one vLLM fs tier.
+
+    `policy` is what happens to a refused file: `aside` moves it into a folder beside the
+    tier's own (0700) with the refusal number in its name, `remove` deletes it, `keep` does
+    nothing.
+    """
+
+    def __init__(self, tier: FileSystemTierManager, root: Path, policy: str) -> None:
+        self._mapper = tier.file_mapper
+        self._row_bytes = int(tier.block_size_bytes)
+        self._aside = root / QUARANTINE_FOLDER
+        self._policy = policy
+        self.on_refusal: NoteObject | None = None
+
+    def path(self, name: OffloadKey) -> str:
+        """Where the tier keeps this object."""
+        return str(self._mapper.get_file_name(name))
+
+    def exists(self, name: OffloadKey) -> bool:
+        """Whether anything stands at the object's path."""
+        return os.path.lexists(self.path(name))
+
+    def judge(self, name: OffloadKey) -> bool:
+        """Whether the object can be a row: a regular file of exactly one row."""
+        try:
+            info = os.lstat(self.path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as exc:
+            # Unreachable is not damage: a miss for now, the file stays.
+            logger.debug("kvsafe: cannot look at an object: %s", exc.strerror)
+            return False
+        refusal = self._refusal(info)
+        if refusal is None:
+            return True
+        quarantined = self.quarantine(name, refusal)
+        if self.on_refusal is not None:
+            self.on_refusal(name, refusal, quarantined)
+        return False
+
+    def quarantine(self, name: OffloadKey, refusal: Refusal) -> bool:
+        """Move or remove the object, as the operator chose. Failure keeps it where it is."""
+        if self._policy == "keep" or refusal.kind in _NOT_THE_OBJECTS_FAULT:
+            return False
+        path = self.path(name)
+        try:
+            # A revoked chunk is whole but worthless for ever; keeping it aside proves nothing.
+            if self._policy == "remove" or refusal.kind is RefusalKind.EPOCH_REVOKED:
+                _remove(path)
+            else:
+                self._move_aside(path, refusal)
+        except OSError as exc:
+            logger.warning("kvsafe: a refused object stays in place: %s", exc.strerror)
+            return False
+        return True
+
+    def _move_aside(self, path: str, refusal: Refusal) -> None:
+        self._aside.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target = self._aside / f"{refusal.number}-{Path(path).name}"
+        os.replace(path, target)
+
+    def _refusal(self, info: os.stat_result) -> Refusal | None:
+        if not stat.S_ISREG(info.st_mode):
+            kind = stat.filemode(info.st_mode)[0]
+            return Refusal.of(RefusalKind.TIER_OBJECT, "file type", "-", kind)
+        if info.st_size != self._row_bytes:
+            return Refusal.of(RefusalKind.TIER_OBJECT, "file bytes", self._row_bytes, info.st_size)
+        return None
+
+
+class CheckedFsLookup(AsyncLookupManager):
+    """The lookup thread of a vLLM fs tier, asking `FsObjects` instead of mere presence."""
+
+    def __init__(self, objects: FsObjects, tier_type: str) -> None:
+        self._objects = objects
+        super().__init__(tier_type=tier_type)
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        """One answer per key; runs in the lookup thread."""
+        return [self._objects.judge(key) for key in keys]
+
+
+def adopt_objects(tier: SecondaryTierManager, root: str, policy: str) -> ObjectStore | None:
+    """Put kvsafe's look at objects into a tier that is known; None for any other tier."""
+    if not isinstance(tier, FileSystemTierManager):
+        return None
+    objects = FsObjects(tier, Path(root), policy)
+    tier._lookup_manager.shutdown()
+    tier._lookup_manager = CheckedFsLookup(objects, tier.tier_type)
+    return objects
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        # Never delete a tree on the word of a name: an empty folder goes, others stay.
+        with contextlib.suppress(OSError):
+            os.rmdir(path)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The primary tier: vLLM's LRU or ARC over host rows, with generations and a way to discard.
+
+vLLM's class decides what is kept and what is evicted. This one adds what proof needs: every
+allocation of a row begins a new generation, transfers name their keys, and a chunk that
+failed its proof leaves at once or, while something still reads it, is no longer offered.
+"""
+
+import time
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+)
+from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+
+from kvsafe.engine.transfer import SealedRowsSpec
+from kvsafe.host import HostRegion
+
+
+class EpochSource(Protocol):
+    """Where the present epoch is read."""
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch."""
+        ...
+
+
+class RegionDoor:
+    """The two calls that vLLM's primary tier makes on its memory, over a `HostRegion`."""
+
+    def __init__(self, region: HostRegion) -> None:
+        self._region = region
+
+    def create_kv_memoryview(self) -> memoryview:
+        """All rows, uint8, shape (rows, bytes per row)."""
+        return memoryview(self._region.rows)
+
+    def cleanup(self) -> None:
+        """Let go of the region."""
+        self._region.close()
+
+
+class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
+    """vLLM's CPU manager whose rows carry generations and whose chunks can be refused."""
+
+    def __init__(
+        self,
+        region: HostRegion,
+        epochs: EpochSource,
+        *,
+        cache_policy: str,
+        cache_policy_module_path: str | None,
+        enable_events: bool,
+    ) -> None:
+        super().__init__(
+            num_chunks=region.shape.num_rows,
+            mmap_region=RegionDoor(region),
+            cache_policy=cache_policy,
+            cache_policy_module_path=cache_policy_module_path,
+            enable_events=enable_events,
+        )
+        self._ledger = region.ledger
+        self._epochs = epochs
+        self._withdrawn: set[OffloadKey] = set()
+        self._pending_since: dict[OffloadKey, float] = {}
+
+    def row_of(self, key: OffloadKey) -> int | None:
+        """The row that holds `key`, ready or not."""
+        chunk = self._policy.get(key)
+        return None if chunk is None else int(chunk.chunk_id)
+
+    def generation_of(self, key: OffloadKey) -> int | None:
+        """The generation of the row that holds `key`."""
+        row = self.row_of(key)
+        return None if row is None else self._ledger.generation(row)
+
+    def pending_for(self, key: OffloadKey) -> float:
+        """Seconds for which the write of `key` has been in flight (0 if it is not)."""
+        since = self._pending_since.get(key)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """vLLM's answer, except that a withdrawn chunk is a miss while it is still pinned."""
+        if self._withdrawn and key in self._withdrawn:
+            return LookupResult.MISS
+        return super().lookup(key, req_context)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Unpin; a withdrawn chunk leaves with its last pin."""
+        super().complete_load(keys, req_context)
+        if self._withdrawn:
+            self.withdraw([key for key in keys if key in self._withdrawn])
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """End writes; they are no longer pending either way."""
+        super().complete_store(keys, req_context, success)
+        for key in keys:
+            self._pending_since.pop(key, None)
+
+    def withdraw(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Stop offering these chunks: remove what is idle, hide what is pinned or pending.
+
+        Returns the keys that were removed now.
+        """
+        removed = []
+        for key in keys:
+            chunk = self._policy.get(key)
+            if chunk is None:
+                self._withdrawn.discard(key)
+            elif chunk.ref_cnt == 0:
+                self._remove_idle(key, chunk)
+                removed.append(key)
+            elif chunk.ref_cnt > 0:
+                self._withdrawn.add(key)
+        if removed and self.events is not None:
+            self.events.append(OffloadingEvent(keys=removed, medium=self.medium, removed=True))
+        return removed
+
+    def reset_cache(self) -> None:
+        """Forget every chunk; rows get new generations when they are allocated again."""
+        super().reset_cache()
+        self._withdrawn.clear()
+        self._pending_since.clear()
+
+    def _remove_idle(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+        self._policy.remove(key)
+        self._num_evictable_cache_chunks -= 1
+        self._free_chunk(chunk)
+        self._withdrawn.discard(key)
+
+    def _allocate_chunks(self, keys: list[OffloadKey]) -> list[ChunkStatus]:
+        chunks: list[ChunkStatus] = super()._allocate_chunks(keys)
+        now = time.monotonic()
+        for key, chunk in zip(keys, chunks, strict=True):
+            self._ledger.allocate(chunk.chunk_id)
+            self._pending_since[key] = now
+        return chunks
+
+    def _get_load_store_spec(
+        self, keys: Iterable[OffloadKey], chunks: Iterable[ChunkStatus]
+    ) -> SealedRowsSpec:
+        rows = [int(chunk.chunk_id) for chunk in chunks]
+        generation = self._ledger.generation
+        return SealedRowsSpec(
+            rows, list(keys), [generation(row) for row in rows], self._epochs.epoch
+        )

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half: vLLM's, with exact placement, failure handling and adapter binding."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    TransferJob,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    RequestOffloadState,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    OffloadKey,
+    ReqContext,
+    make_offload_key,
+)
+
+from kvsafe.engine.adapters import AdapterDigest, AdapterLedger, bind_adapter
+from kvsafe.engine.journal import logger
+from kvsafe.engine.manager import IssuedStore, KVSafeManager
+from kvsafe.engine.placement import (
+    FlatBlocks,
+    chunk_blocks,
+    disagreement,
+    place_run,
+    place_single_blocks,
+)
+from kvsafe.engine.transfer import (
+    ChunkFailure,
+    KVSafeWorkerMetadata,
+    SealedRowsSpec,
+    SlotBlocks,
+)
+from kvsafe.seal.header import bitmap
+from kvsafe.seal.refusal import Refusal, RefusalKind
+
+
+@dataclass(slots=True)
+class AdapterRequestState(RequestOffloadState):
+    """A request that runs with an adapter: its keys are bound to the adapter's content."""
+
+    adapter: bytes = b""
+
+    def update_offload_keys(self) -> None:
+        """Extend the keys by the block hashes that have become known."""
+        for group_config, group_state in zip(
+            self.config.kv_group_configs, self.group_states, strict=True
+        ):
+            stride = group_config.hashes_per_chunk
+            first = stride * (len(group_state.offload_keys) + 1) - 1
+            for block_hash in islice(self.req.block_hashes, first, None, stride):
+                bound = bind_adapter(block_hash, self.adapter)
+                key = make_offload_key(bound, group_config.group_idx)
+                group_state.offload_keys.append(key)
+                end = len(group_state.offload_keys) * group_config.tokens_per_chunk
+                self.req_context.set_offload_key_position(key, end)
+
+
+class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
+    """vLLM's scheduler half of the connector over sealed rows."""
+
+    manager: KVSafeManager
+
+    def __init__(
+        self, spec: Any, vllm_config: Any, kv_cache_config: Any, adapters: AdapterLedger
+    ) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self.block_pool: Any = None
+        self._adapters = adapters
+        self._failed_loads: set[int] = set()
+        self._group_index = {
+            group.group_idx: index for index, group in enumerate(self.config.kv_group_configs)
+        }
+        self._hashed_groups = {
+            index
+            for index, group in enumerate(self.config.kv_group_configs)
+            if isinstance(group.kv_cache_spec, AttentionSpec)
+        }
+
+    # Requests and adapters
+
+    def on_new_request(self, request: Any) -> None:
+        """Begin a request; with an adapter its keys are bound to the adapter's content."""
+        super().on_new_request(request)
+        if request.lora_request is not None:
+            status = self._req_status[request.request_id]
+            self._req_status[request.request_id] = self._bound_state(status, request)
+
+    def _bound_state(self, status: RequestOffloadState, request: Any) -> AdapterRequestState:
+        lora = request.lora_request
+        answer = self._adapters.digest_for(
+            lora.lora_name, lora.lora_int_id, lora.lora_path, lora.load_inplace
+        )
+        known = isinstance(answer, AdapterDigest)
+        bound = AdapterRequestState(
+            config=status.config,
+            req=status.req,
+            req_context=status.req_context,
+            offloading_context=status.offloading_context,
+            # An adapter of unknown content: a key of its own that nothing can ever match.
+            adapter=answer.digest if isinstance(answer, AdapterDigest) else os.urandom(32),
+        )
+        if not known:
+            logger.warning("kvsafe: adapter %s is served without offload: %s", lora.name, answer)
+            bound.max_load_tokens = 0
+            bound.max_offload_tokens = 0
+        return bound
+
+    def _make_boundary_key(
+        self, request: Any, group_idx: int, boundary_tokens: int, req_context: ReqContext
+    ) -> OffloadKey:
+        status = self._req_status.get(request.request_id)
+        if not isinstance(status, AdapterRequestState):
+            return super()._make_boundary_key(request, group_idx, boundary_tokens, req_context)
+        index = boundary_tokens // self.config.tokens_per_hash - 1
+        bound = bind_adapter(request.block_hashes[index], status.adapter)
+        key = make_offload_key(bound, group_idx)
+        req_context.set_offload_key_position(key, boundary_tokens)
+        return key
+
+    # Loads
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM's bookkeeping of a load, then the exact place of every block."""
+        first = self._job_counter
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        for job_id in range(first, self._job_counter):
+            job = self._current_batch_load_jobs.get(job_id)
+            if job is not None:
+                self._place_load(job)
+
+    def _place_load(self, job: TransferJob) -> None:
+        spec = job.src_spec
+        if not isinstance(spec, SealedRowsSpec) or not isinstance(job.dst_spec, GPULoadStoreSpec):
+            return
+        placed = place_run(_flat(job.dst_spec), self.config.blocks_per_chunk)
+        spec.blocks = [blocks for _, blocks in placed]
+        if spec.withheld is None:
+            spec.withheld = self._compare_groups(spec, placed)
+            spec.blamed = list(spec.keys)
+
+    def _compare_groups(
+        self, spec: SealedRowsSpec, placed: Sequence[tuple[int, SlotBlocks]]
+    ) -> Refusal | None:
+        configs = self.config.kv_group_configs
+        ours = [configs[group].group_idx for group, _ in placed]
+        theirs = [int.from_bytes(key[-4:], "big") for key in spec.keys]
+        return None if ours == theirs else disagreement("groups", theirs[:8], ours[:8])
+
+    # Stores
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """vLLM's metadata of this step, then the exact place of every block to be stored."""
+        self._spare_reloading_requests(scheduler_output)
+        meta = super().build_connector_meta(scheduler_output)
+        if isinstance(meta, OffloadingConnectorMetadata):
+            for job_id, job in meta.store_jobs.items():
+                self._place_store(job_id, job)
+        return meta
+
+    def _spare_reloading_requests(self, scheduler_output: Any) -> None:
+        """Keep vLLM from taking a request's new load for a store that has to be flushed.
+
+        A request that a reset has preempted can be admitted again, and begin a load, in the
+        very step that reports its preemption; it has no store left to flush by then.
+        """
+        preempted = scheduler_output.preempted_req_ids
+        if not preempted:
+            return
+        loading = {self._jobs[job_id].req_id for job_id in self._current_batch_load_jobs}
+        if loading & set(preempted):
+            scheduler_output.preempted_req_ids = set(preempted) - loading
+
+    def _place_store(self, job_id: int, job: TransferJob) -> None:
+        spec = job.dst_spec
+        if not isinstance(spec, SealedRowsSpec) or not isinstance(job.src_spec, GPULoadStoreSpec):
+            return
+        flat = _flat(job.src_spec)
+        placed = self._place_by_keys(job.req_id, spec.keys)
+        if placed is None or _flattened(placed) != list(flat.block_ids):
+            placed = place_single_blocks(flat, self.config.blocks_per_chunk)
+            spec.withheld = self._compare_groups(spec, placed)
+        spec.blocks = [blocks for _, blocks in placed]
+        if spec.withheld is not None:
+            for key in spec.keys:
+                self.manager.issue_store(OffloadKey(key), spec.withheld)
+            return
+        self._issue(job.req_id, spec)
+
+    def _place_by_keys(
+        self, req_id: str, keys: Sequence[bytes]
+    ) -> list[tuple[int, SlotBlocks]] | None:
+        status = self._req_status.get(req_id)
+        if status is None:
+            return None
+        per_chunk = self.config.blocks_per_chunk
+        placed = []
+        for key in keys:
+            found = self._find_chunk(status, OffloadKey(key))
+            if found is None:
+                return None
+            index, chunk = found
+            block_ids = status.group_states[index].block_ids
+            placed.append((index, chunk_blocks(block_ids, chunk, per_chunk)))
+        return placed
+
+    def _find_chunk(self, status: RequestOffloadState, key: OffloadKey) -> tuple[int, int] | None:
+        """(index of the group, chunk in the request) of a key of this request."""
+        index = self._group_index.get(int.from_bytes(key[-4:], "big"))
+        end = status.req_context.get_offload_key_position(key)
+        if index is None or end is None:
+            return None
+        chunk = end // self.config.kv_group_configs[index].tokens_per_chunk - 1
+        keys = status.group_states[index].offload_keys
+        if 0 <= chunk < len(keys) and keys[chunk] == key:
+            return index, chunk
+        return None
+
+    def _issue(self, req_id: str, spec: SealedRowsSpec) -> None:
+        """Tell the manager what will be written; leave out rows whose source is not right."""
+        slots = self.config.blocks_per_chunk
+        keep: list[int] = []
+        blocks = spec.blocks or []
+        for index, (key, generation) in enumerate(zip(spec.keys, spec.generations, strict=True)):
+            wrong = self._wrong_source(req_id, OffloadKey(key), blocks[index])
+            if wrong is not None:
+                self.manager.issue_store(OffloadKey(key), wrong)
+                continue
+            keep.append(index)
+            coverage = bitmap(slots, [slot for slot, _ in blocks[index]])
+            self.manager.issue_store(OffloadKey(key), IssuedStore(generation, spec.epoch, coverage))
+        if len(keep) < len(spec.keys):
+            spec.keep_only(keep)
+
+    def _wrong_source(self, req_id: str, key: OffloadKey, blocks: SlotBlocks) -> Refusal | None:
+        """Where the block pool knows what a block holds, it must be what the key says."""
+        pool, status = self.block_pool, self._req_status.get(req_id)
+        if pool is None or status is None:
+            return None
+        found = self._find_chunk(status, key)
+        if found is None or found[0] not in self._hashed_groups:
+            return None
+        index, chunk = found
+        config = self.config.kv_group_configs[index]
+        per_block = config.tokens_per_block // self.config.tokens_per_hash
+        for slot, block in blocks:
+            at = (chunk * self.config.blocks_per_chunk + slot + 1) * per_block - 1
+            refusal = _compare_source(pool, block, status.req.block_hashes, at)
+            if refusal is not None:
+                return refusal
+        return None
+
+    # Completions
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Completions of this step: vLLM's bookkeeping, and what failed or was proven."""
+        meta = connector_output.kv_connector_worker_meta
+        if not isinstance(meta, KVSafeWorkerMetadata):
+            super().update_connector_output(connector_output)
+            return
+        self._failed_loads.update(item.job for item in meta.failures if item.load)
+        self._rewind_requests(meta.failures)
+        loads = {
+            job_id: len(status.keys)
+            for job_id in meta.completed_jobs
+            if (status := self._jobs.get(job_id)) is not None and not status.is_store
+        }
+        super().update_connector_output(connector_output)
+        self._count_served(loads)
+        self.manager.fail_chunks(meta.failures)
+        self.manager.counters.worker_proofs(meta.counts)
+
+    def _rewind_requests(self, failures: Iterable[ChunkFailure]) -> None:
+        """Let the prefix that is about to be recomputed be offered for storing again."""
+        for failure in failures:
+            job = self._jobs.get(failure.job)
+            status = None if job is None else self._req_status.get(job.req_id)
+            if failure.load and status is not None:
+                for state in status.group_states:
+                    state.next_stored_chunk_idx = 0
+
+    def _count_served(self, loads: dict[int, int]) -> None:
+        for job_id, chunks in loads.items():
+            if job_id in self._jobs:
+                continue
+            if job_id in self._failed_loads:
+                self._failed_loads.discard(job_id)
+            else:
+                self.manager.counters.served(chunks)
+
+    # Reset
+
+    def reset_cache(self) -> None:
+        """Forget everything; may be called again before the next step."""
+        flush, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
+        super().reset_cache()
+        self._current_batch_jobs_to_flush |= flush
+        self._failed_loads.clear()
+
+
+def _flat(spec: GPULoadStoreSpec) -> FlatBlocks:
+    return FlatBlocks(spec.block_ids.tolist(), spec.group_sizes, spec.block_indices)
+
+
+def _flattened(placed: Sequence[tuple[int, SlotBlocks]]) -> list[int]:
+    return [block for _, blocks in placed for _, block in blocks]
+
+
+def _compare_source(
+    pool: Any, block: int, block_hashes: Sequence[bytes], at: int
+) -> Refusal | None:
+    held = pool.blocks[block]
+    known = held.block_hash
+    if known is None or at >= len(block_hashes):
+        return None
+    expected = block_hashes[at]
+    if known[:-4] == expected:
+        return None
+    others = pool.cached_block_hashes_by_block.get(block, ())
+    if any(other[:-4] == expected for other in others):
+        return None
+    return Refusal.of(RefusalKind.SOURCE_HASH, f"block[{block}]", expected[:6], bytes(known[:6]))

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spec: vLLM's tiering spec, with sealed rows, a checked worker and proven tiers."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvsafe.device import (
+    Copier,
+    DeviceTensor,
+    Geometry,
+    GeometryExpectation,
+    GroupRef,
+    RowWindow,
+    cpu_copier,
+    cuda_copier,
+    require_expectation,
+)
+from kvsafe.engine.counters import Counters, metric_definitions
+from kvsafe.engine.epochs import EpochKeeper
+from kvsafe.engine.journal import RefusalJournal, logger
+from kvsafe.engine.manager import KVSafeManager
+from kvsafe.engine.names import ForeignNames, ObjectNames
+from kvsafe.engine.objects import adopt_objects
+from kvsafe.engine.primary import SealedPrimaryTier
+from kvsafe.engine.proof import RowProof
+from kvsafe.engine.station import Station
+from kvsafe.engine.tier import ProofDesk, ProvingTier
+from kvsafe.engine.worker import KVSafeWorker
+from kvsafe.host import HostRegion
+from kvsafe.seal.cbor import encode
+
+BLOCK_HASH_BYTES = 32
+KEY_BYTES = BLOCK_HASH_BYTES + 4
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What the connector has prepared for the spec."""
+
+    station: Station
+    expectation: GeometryExpectation
+    foreign: tuple[ForeignNames, ...]
+
+
+class KVSafeSpec(TieringOffloadingSpec):
+    """vLLM's `TieringOffloadingSpec` over sealed rows. Made by `KVSafeConnector`."""
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """vLLM's metrics and ours."""
+        return {**super().build_metric_definitions(extra_config), **metric_definitions()}
+
+    def __init__(self, config: OffloadingConfig, assembly: Assembly | None = None) -> None:
+        if assembly is None:
+            raise ValueError(
+                "KVSafeSpec needs the identity of the engine and cannot be used alone: "
+                'set "kv_connector": "KVSafeConnector"'
+            )
+        super().__init__(config)
+        self.station = assembly.station
+        self._expectation = assembly.expectation
+        self._foreign = assembly.foreign
+        self._lay_out_rows()
+        self._threads: ThreadPoolExecutor | None = None
+        self.epochs: EpochKeeper | None = None
+
+    @property
+    def writers(self) -> int:
+        """Slices per row: one per worker, or one for all where they hold the same bytes."""
+        return 1 if self.replicated_layout else int(self.config.parallel.world_size)
+
+    def _lay_out_rows(self) -> None:
+        layout = self.station.lay_out(
+            key_bytes=KEY_BYTES,
+            slots=self.blocks_per_chunk,
+            slice_bytes=(self.cpu_page_size_per_worker,) * self.writers,
+        )
+        self.kv_bytes_per_chunk = layout.row_bytes
+        self.num_chunks = self.station.config.cpu_bytes_to_use // layout.row_bytes
+
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler-side manager (built once)."""
+        if self._manager is None:
+            self._manager = self._build_manager()
+        return self._manager
+
+    def _build_manager(self) -> KVSafeManager:
+        station, config = self.station, self.station.config
+        region = station.open_region(self.num_chunks)
+        # Now, not at the first store: a worker on another shared memory must stop the start.
+        station.geometry()
+        region.forget_name()
+        self.epochs = epochs = EpochKeeper(station.epoch_file, region.announce_epoch)
+        counters = Counters(config.suite, config.active_overrides)
+        journal = RefusalJournal()
+        primary = SealedPrimaryTier(
+            region,
+            epochs,
+            cache_policy=self.eviction_policy,
+            cache_policy_module_path=self.cache_policy_module_path,
+            enable_events=self.kv_events_config.enable_kv_cache_events,
+        )
+        desk = self._proof_desk(epochs, counters, journal)
+        tiers = self._build_tiers(primary.get_kv_memoryview(), desk)
+        logger.info(
+            "kvsafe: %d rows of %d bytes, %d secondary tier(s), suite %s, epoch %d",
+            region.shape.num_rows,
+            region.shape.row_bytes,
+            len(tiers),
+            config.suite,
+            epochs.epoch,
+        )
+        return KVSafeManager(primary, tiers, station, epochs, counters, journal)
+
+    def _proof_desk(
+        self, epochs: EpochKeeper, counters: Counters, journal: RefusalJournal
+    ) -> ProofDesk:
+        station = self.station
+        setting = station.seal_setting
+        self._threads = ThreadPoolExecutor(
+            station.config.verify_threads, thread_name_prefix="kvsafe-proof"
+        )
+        names = ObjectNames(station.suite, station.keyring, setting.identity_digest, self._foreign)
+        return ProofDesk(station, epochs, counters, journal, names, self._threads)
+
+    def _build_tiers(self, rows: memoryview, desk: ProofDesk) -> list[SecondaryTierManager]:
+        tiers: list[SecondaryTierManager] = []
+        try:
+            for index, options in enumerate(self.secondary_tier_configs):
+                inner = SecondaryTierFactory.create_secondary_tier(options, rows, self)
+                root = str(options.get("root_dir", ""))
+                store = adopt_objects(inner, root, self.station.config.quarantine)
+                tiers.append(ProvingTier(inner, index, desk, store))
+        except BaseException:
+            for tier in tiers:
+                tier.shutdown()
+            raise
+        return tiers
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """The worker half, after the real tensors were compared with the identity."""
+        if self._worker is None:
+            self._worker = self._build_worker(kv_caches)
+        worker: OffloadingWorker = self._worker
+        return worker
+
+    def _build_worker(self, kv_caches: CanonicalKVCaches) -> KVSafeWorker:
+        geometry = self._geometry(kv_caches)
+        geometry.check()
+        require_expectation(self._expectation, geometry)
+        region = self.station.open_region(self.num_chunks)
+        rank = int(self.config.parallel.rank)
+        region.register_worker(rank, encode(geometry.describe()))
+        slot = 0 if self.replicated_layout else rank
+        config = self.station.config
+        proof = RowProof(self.station, region, slot, once=config.verify_loads == "once")
+        copier = self._copier(geometry, self._window(region, slot), proof)
+        groups = {group.group_id: index for index, group in enumerate(self.config.groups)}
+        return KVSafeWorker(copier, proof, groups, config.store_deadline_s)
+
+    def _geometry(self, kv_caches: CanonicalKVCaches) -> Geometry:
+        layers: dict[int, list[str]] = {}
+        for group, refs in zip(self.config.groups, kv_caches.group_data_refs, strict=True):
+            names = group.layer_names if len(refs) == len(group.layer_names) else ()
+            for name, ref in zip(names, refs, strict=False):
+                layers.setdefault(ref.tensor_idx, []).append(name)
+        tensors = tuple(
+            DeviceTensor(
+                item.tensor.view(torch.int8), item.page_size_bytes, tuple(layers.get(index, ()))
+            )
+            for index, item in enumerate(kv_caches.tensors)
+        )
+        groups = tuple(
+            tuple(GroupRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs)
+            for refs in kv_caches.group_data_refs
+        )
+        return Geometry(tensors, groups, self.blocks_per_chunk)
+
+    def _window(self, region: HostRegion, slot: int) -> RowWindow:
+        layout = self.station.seal_setting.layout
+        place = layout.slices[slot]
+        return RowWindow(
+            base=torch.frombuffer(region.memory, dtype=torch.int8),
+            rows_offset=region.shape.rows_offset,
+            num_rows=region.shape.num_rows,
+            row_stride=region.shape.row_bytes,
+            slice_offset=layout.header_bytes + place.offset,
+            slice_bytes=place.length,
+        )
+
+    def _copier(self, geometry: Geometry, window: RowWindow, proof: RowProof | None) -> Copier:
+        threads = self.station.config.copy_threads
+        if geometry.device_type == "cuda":
+            return cuda_copier(geometry, window, proof, threads=threads)
+        return cpu_copier(geometry, window, proof, threads=threads)

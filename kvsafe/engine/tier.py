@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A secondary tier of vLLM behind a proof: nothing it brings is ready before it is opened.
+
+Wraps any `SecondaryTierManager`. On the way out the keys become keyed object names, so that
+a listing of the tier confirms no guessed prompt and chunks of another identity have other
+names. On the way back every promoted row is opened, all ten steps, in threads, and only the
+keys that passed are reported as loaded. A refused chunk is quarantined where the tier has a
+way for it and is not offered again until it has been stored anew.
+"""
+
+import queue
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import (
+    JobResult,
+    ParentManager,
+    SecondaryTierManager,
+    TransferJob,
+)
+
+from kvsafe.engine.counters import QUARANTINED, Counters
+from kvsafe.engine.epochs import EpochKeeper
+from kvsafe.engine.journal import RefusalJournal
+from kvsafe.engine.names import ObjectNames
+from kvsafe.engine.objects import ObjectStore
+from kvsafe.engine.station import Station
+from kvsafe.seal.refusal import Refusal, RefusalKind
+
+_REFUSED_LIMIT = 65536
+_DRAIN_S = 60.0
+_ASK_LIMIT = 4096
+
+
+@dataclass(slots=True)
+class _Promotion:
+    """A promotion under way: which key is in which row, and what has become of each."""
+
+    keys: dict[OffloadKey, int]
+    result: JobResult | None = None
+    waiting: int = 0
+    proven: list[OffloadKey] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ProofDesk:
+    """What every wrapped tier of one engine shares."""
+
+    station: Station
+    epochs: EpochKeeper
+    counters: Counters
+    journal: RefusalJournal
+    names: ObjectNames
+    threads: ThreadPoolExecutor
+
+
+class ProvingTier(SecondaryTierManager):
+    """A vLLM tier whose promotions are proven before they are ready."""
+
+    def __init__(
+        self, inner: SecondaryTierManager, index: int, desk: ProofDesk, store: ObjectStore | None
+    ) -> None:
+        # Not super().__init__: everything it would set up is the inner tier's.
+        self.inner = inner
+        self.tier_type = inner.tier_type
+        self.locality = inner.locality
+        self.medium = inner.medium  # type: ignore[misc]
+        self.cache_hit_source = inner.cache_hit_source  # type: ignore[misc]
+        self.label = f"{index + 1}:{inner.tier_type}"
+        self._desk = desk
+        self._store = store
+        self._promotions: dict[int, _Promotion] = {}
+        self._proofs: queue.SimpleQueue[tuple[int, OffloadKey, Refusal | None]] = (
+            queue.SimpleQueue()
+        )
+        self._open_proofs: set[Future[None]] = set()
+        self._refused: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._asked: dict[str, set[OffloadKey]] = {}
+        self._to_ask: list[OffloadKey] = []
+        if store is not None:
+            store.on_refusal = self._note_object
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes per row."""
+        return int(self.inner.block_size_bytes)
+
+    @property
+    def bp_detector(self) -> Any:
+        """The inner tier's back-pressure detector."""
+        return self.inner.bp_detector
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """The inner tier's answer for the object name; a refused chunk is a miss."""
+        name = self._desk.names.name(key)
+        if name in self._refused:
+            return LookupResult.MISS
+        result = self.inner.lookup(name, req_context)
+        if result is LookupResult.MISS and self._desk.names.foreign and self._store is not None:
+            self._ask_elsewhere(key, req_context)
+        return result
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Cascade sealed rows under their object names."""
+        names = [self._desk.names.name(key) for key in job_metadata.keys]
+        for name in names:
+            self._refused.pop(name, None)
+        self.inner.submit_store(replace(job_metadata, keys=names))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Ask the inner tier for rows; they stay unready until they are proven."""
+        rows = dict(zip(job_metadata.keys, map(int, job_metadata.chunk_ids), strict=True))
+        self._promotions[job_metadata.job_id] = _Promotion(rows)
+        names = [self._desk.names.name(key) for key in rows]
+        self.inner.submit_load(replace(job_metadata, keys=names))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Cascades as the inner tier reports them; promotions once every row was judged."""
+        done = []
+        for result in self.inner.get_finished_jobs():
+            if result.job_id in self._promotions:
+                self._begin_proof(result)
+            else:
+                done.append(result)
+        self._collect_proofs()
+        for job_id, promotion in list(self._promotions.items()):
+            if promotion.result is not None and promotion.waiting == 0:
+                del self._promotions[job_id]
+                done.append(_outcome(promotion))
+        return done
+
+    def has_pending_work(self) -> bool:
+        """Whether transfers or proofs are under way."""
+        return bool(self._promotions) or bool(self.inner.has_pending_work())
+
+    def drain_jobs(self) -> None:
+        """Wait until no transfer and no proof touches a row any more."""
+        self.inner.drain_jobs()
+        for result in self.inner.get_finished_jobs():
+            if result.job_id in self._promotions:
+                self._begin_proof(result)
+            else:
+                # Kept for the manager's own poll, which comes right after.
+                self._promotions[result.job_id] = _Promotion({}, result=result)
+        deadline = time.monotonic() + _DRAIN_S
+        for proof in list(self._open_proofs):
+            proof.result(timeout=max(0.0, deadline - time.monotonic()))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """The inner tier's events (their keys are object names)."""
+        yield from self.inner.take_events()
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Pass recency on."""
+        self.inner.touch([self._desk.names.name(key) for key in keys], req_context)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Pass on."""
+        return self.inner.on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Pass on, and forget what this request asked elsewhere."""
+        self._asked.pop(req_context.req_id, None)
+        self.inner.on_request_finished(req_context)
+
+    def serve_external_requests(self, parent: ParentManager) -> None:
+        """Pass on."""
+        self.inner.serve_external_requests(parent)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Pass on, and look in the background for chunks under other identities."""
+        if self._to_ask and self._store is not None:
+            keys, self._to_ask = self._to_ask, []
+            self._desk.threads.submit(self._answer_elsewhere, self._store, keys)
+        self.inner.on_schedule_end(context)
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Pass on."""
+        return self.inner.get_stats()
+
+    def shutdown(self) -> None:
+        """Stop the inner tier; proofs end with their threads."""
+        self.inner.shutdown()
+
+    def _begin_proof(self, result: JobResult) -> None:
+        promotion = self._promotions[result.job_id]
+        promotion.result = result
+        names = self._desk.names
+        arrived = None if result.success else set(result.successful_keys or ())
+        for key, row in promotion.keys.items():
+            if arrived is not None and names.name(key) not in arrived:
+                continue
+            promotion.waiting += 1
+            proof = self._desk.threads.submit(self._prove, result.job_id, key, row)
+            self._open_proofs.add(proof)
+            proof.add_done_callback(self._open_proofs.discard)
+
+    def _prove(self, job_id: int, key: OffloadKey, row: int) -> None:
+        refusal: Refusal | None
+        try:
+            refusal = self._open(key, row)
+        except Exception as exc:  # a proof that cannot run is a refusal, never a hung promotion
+            refusal = Refusal.of(RefusalKind.COPY_FAULT, "proof", "an answer", type(exc).__name__)
+        if refusal is not None and self._store is not None:
+            self._quarantine(key, refusal)
+        self._proofs.put((job_id, key, refusal))
+
+    def _open(self, key: OffloadKey, row: int) -> Refusal | None:
+        station, counters = self._desk.station, self._desk.counters
+        if station.region is None:
+            return Refusal.of(RefusalKind.FENCE, "region", "open", "closed")
+        start = time.perf_counter()
+        answer = station.open_row(station.region.row(row), key, self._desk.epochs.epoch)
+        if isinstance(answer, Refusal):
+            return answer
+        counters.proven(self.label, answer.fixed.payload_bytes, time.perf_counter() - start)
+        return None
+
+    def _quarantine(self, key: OffloadKey, refusal: Refusal) -> None:
+        store = self._store
+        if store is not None and store.quarantine(self._desk.names.name(key), refusal):
+            self._desk.counters.add(QUARANTINED, 1, (self.label,))
+
+    def _collect_proofs(self) -> None:
+        while True:
+            try:
+                job_id, key, refusal = self._proofs.get_nowait()
+            except queue.Empty:
+                return
+            promotion = self._promotions[job_id]
+            promotion.waiting -= 1
+            if refusal is None:
+                promotion.proven.append(key)
+            else:
+                self._refuse(key, refusal)
+
+    def _refuse(self, key: OffloadKey, refusal: Refusal) -> None:
+        self._refused[self._desk.names.name(key)] = None
+        if len(self._refused) > _REFUSED_LIMIT:
+            self._refused.popitem(last=False)
+        self._desk.counters.refused(refusal, self.label)
+        self._desk.journal.note(refusal, key, self.label)
+
+    def _note_object(self, name: OffloadKey, refusal: Refusal, quarantined: bool) -> None:
+        # Called in the tier's own lookup thread.
+        self._desk.counters.refused(refusal, self.label)
+        self._desk.journal.note(refusal, name, self.label)
+        if quarantined:
+            self._desk.counters.add(QUARANTINED, 1, (self.label,))
+
+    def _ask_elsewhere(self, key: OffloadKey, req_context: ReqContext) -> None:
+        """A miss with a reason: does the tier hold this chunk under another identity?"""
+        asked = self._asked.setdefault(req_context.req_id, set())
+        if key not in asked and len(self._to_ask) < _ASK_LIMIT:
+            asked.add(key)
+            self._to_ask.append(key)
+
+    def _answer_elsewhere(self, store: ObjectStore, keys: list[OffloadKey]) -> None:
+        for key in keys:
+            for foreign in self._desk.names.foreign:
+                if store.exists(OffloadKey(foreign.name(key))):
+                    self._desk.counters.refused(foreign.refusal, self.label)
+                    self._desk.journal.note(foreign.refusal, key, self.label)
+                    break
+
+
+def _outcome(promotion: _Promotion) -> JobResult:
+    result = promotion.result
+    if result is None or not promotion.keys:
+        return result or JobResult(job_id=-1, success=False)
+    complete = len(promotion.proven) == len(promotion.keys)
+    return replace(
+        result,
+        success=complete,
+        successful_keys=None if complete else tuple(promotion.proven) or None,
+    )

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chunk header as values: the fixed part and the writer records, read and written.
+
+Parsing here never judges; it reads numbers from bounded places. The judging, in its fixed
+order, is `kvsafe.seal.opening`.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvsafe.seal.layout import FIXED, RECORD
+from kvsafe.seal.suites import Bytes
+
+
+class FixedPart(NamedTuple):
+    """The first 144 bytes of a header, field by field (little-endian)."""
+
+    magic: bytes
+    version: int
+    suite: int
+    flags: int
+    key_id: bytes
+    epoch: int
+    generation: int
+    sealed_at: int
+    payload_bytes: int
+    header_bytes: int
+    identity_bytes: int
+    geometry_bytes: int
+    writers: int
+    slots: int
+    key_bytes: int
+    reserved: int
+    identity_digest: bytes
+    geometry_digest: bytes
+
+
+class WriterRecord(NamedTuple):
+    """What one writer says about its slice: place, generation of the row, payload tag."""
+
+    rank: int
+    reserved: int
+    offset: int
+    length: int
+    generation: int
+    tag: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header whose tag was right: the values that a reader may now rely on."""
+
+    fixed: FixedPart
+    key: bytes
+    coverage: bytes
+    records: tuple[WriterRecord, ...]
+
+    def covers(self, slot: int) -> bool:
+        """Whether the block in this slot of the chunk was written."""
+        return bool(self.coverage[slot >> 3] >> (slot & 7) & 1)
+
+
+def read_fixed(row: Bytes) -> FixedPart:
+    """Read the fixed part from the first bytes of a row of at least that length."""
+    return FixedPart._make(FIXED.unpack_from(row, 0))
+
+
+def read_record(row: Bytes, offset: int) -> WriterRecord:
+    """Read one writer record at a byte offset that the caller has bounded."""
+    return WriterRecord._make(RECORD.unpack_from(row, offset))
+
+
+def bitmap(slots: int, written: range | tuple[int, ...] | list[int]) -> bytes:
+    """Coverage bitmap of `slots` bits, least significant bit first, with `written` set."""
+    bits = bytearray(-(-slots // 8))
+    for slot in written:
+        bits[slot >> 3] |= 1 << (slot & 7)
+    return bytes(bits)

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open: the ten numbered steps between bytes from a tier and bytes that may be used.
+
+1 length and magic; 2 version, suite, flags and key id; 3 declared lengths inside the row;
+4 header tag; 5 the key asked for; 6 epoch; 7 identity; 8 geometry; 9 writers, coverage and
+zero padding; 10 payload tags. Cheap and bounded steps come first, and nothing that is
+declared inside the bytes is used before step 3 has bounded it. Up to step 4 the answer is
+the same for an accident and for an attack; after step 4 (in a keyed suite) the header is
+authentic and a refusal says what it honestly is: another key, another model, an old epoch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvsafe.seal.cbor import CborError, decode
+from kvsafe.seal.header import FixedPart, Header, WriterRecord, read_fixed, read_record
+from kvsafe.seal.identity import IdentityDamaged, decode_identity, differences
+from kvsafe.seal.keyring import Keyring, SealKey
+from kvsafe.seal.layout import (
+    FIXED,
+    FORMAT_VERSION,
+    MAGIC,
+    MAX_DOCUMENT_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_KEY_BYTES,
+    MAX_SLOTS,
+    MAX_WRITERS,
+    PAGE_BYTES,
+    RECORD,
+    RowLayout,
+    coverage_bytes,
+    record_offset,
+)
+from kvsafe.seal.layout import Slice as WriterSlice
+from kvsafe.seal.refusal import Refusal, RefusalKind
+from kvsafe.seal.sealing import slice_context
+from kvsafe.seal.suites import TAG_BYTES, Suite, tags_equal
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a chunk must be for this engine to accept it."""
+
+    suite: Suite
+    keyring: Keyring
+    layout: RowLayout
+    identity_document: bytes
+    identity_digest: bytes
+    geometry_document: bytes
+    geometry_digest: bytes = field(init=False)
+    _zeros: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "geometry_digest", self.suite.digest(self.geometry_document))
+        layout = self.layout
+        longest = max(layout.header_bytes, layout.row_bytes - layout.payload_bytes)
+        object.__setattr__(self, "_zeros", bytes(longest))
+
+    def zeros(self, length: int) -> bytes:
+        """`length` zero bytes, at most one header or row tail."""
+        return self._zeros[:length]
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """First byte, in the header, of each variable part (all bounded by step 3)."""
+
+    key: int
+    coverage: int
+    identity: int
+    geometry: int
+    filler: int
+    records: int
+    tag: int
+
+
+class Opener:
+    """Opens rows for one engine. Stateless between calls; safe to use from threads."""
+
+    def __init__(self, expectation: Expectation) -> None:
+        self._want = expectation
+
+    def open(
+        self, row: memoryview, key: bytes, epoch: int, wanted: Iterable[int] = ()
+    ) -> Header | Refusal:
+        """All ten steps on a whole row (uint8). `wanted` are slots that must be covered."""
+        header = self.open_header(row, key, epoch, wanted)
+        if isinstance(header, Refusal):
+            return header
+        for index in range(len(header.records)):
+            if refusal := self.open_slice(row, header, index):
+                return refusal
+        return header
+
+    def open_header(
+        self, row: memoryview, key: bytes, epoch: int, wanted: Iterable[int] = ()
+    ) -> Header | Refusal:
+        """Steps 1 to 9: everything except the payload bytes."""
+        want = self._want
+        outer = read_outer(row, want.suite, want.keyring)
+        if isinstance(outer, Refusal):
+            return outer
+        fixed, spans, _ = outer
+        header = Header(
+            fixed,
+            bytes(row[spans.key : spans.coverage]),
+            bytes(row[spans.coverage : spans.identity]),
+            tuple(
+                read_record(row, spans.records + RECORD.size * index)
+                for index in range(fixed.writers)
+            ),
+        )
+        return self._judge(row, header, spans, key, epoch, wanted) or header
+
+    def open_slice(self, row: memoryview, header: Header, index: int) -> Refusal | None:
+        """Step 10 for the slice of one writer (by index in the layout)."""
+        want = self._want
+        place, record = want.layout.slices[index], header.records[index]
+        seal_key = want.keyring.get(header.fixed.key_id)
+        if seal_key is None:
+            return Refusal.of(RefusalKind.KEY_ID, "key_id", "in the ring", header.fixed.key_id)
+        context = slice_context(
+            header.fixed.identity_digest,
+            header.fixed.epoch,
+            header.fixed.generation,
+            place,
+            header.key,
+        )
+        start = want.layout.header_bytes + place.offset
+        tag = want.suite.tag_parts(
+            want.keyring.subkey(seal_key, "slice"),
+            (context, row[start : start + place.length]),
+        )
+        if tags_equal(tag, record.tag):
+            return None
+        return Refusal.of(
+            RefusalKind.PAYLOAD_TAG,
+            f"writer[{place.rank}].tag",
+            record.tag[:8],
+            tag[:8],
+        )
+
+    def _judge(
+        self,
+        row: memoryview,
+        header: Header,
+        spans: Spans,
+        key: bytes,
+        epoch: int,
+        wanted: Iterable[int],
+    ) -> Refusal | None:
+        return (
+            _check_key(header, key)
+            or _check_epoch(header.fixed.epoch, epoch)
+            or self._check_identity(row, header.fixed, spans)
+            or self._check_geometry(row, header.fixed, spans)
+            or self._check_writers(header)
+            or _check_coverage(header, wanted)
+            or self._check_padding(row, spans)
+        )
+
+    def _check_identity(self, row: memoryview, fixed: FixedPart, spans: Spans) -> Refusal | None:
+        want = self._want
+        document = row[spans.identity : spans.geometry]
+        if fixed.identity_digest == want.identity_digest and document == want.identity_document:
+            return None
+        return explain_identity(
+            want.suite, want.identity_document, bytes(document), fixed.identity_digest
+        )
+
+    def _check_geometry(self, row: memoryview, fixed: FixedPart, spans: Spans) -> Refusal | None:
+        want, layout = self._want, self._want.layout
+        shape = (fixed.header_bytes, fixed.payload_bytes, fixed.slots, len(row))
+        live = (
+            layout.header_bytes,
+            layout.payload_bytes,
+            layout.slots,
+            layout.row_bytes,
+        )
+        names = ("header_bytes", "payload_bytes", "slots", "row_bytes")
+        for name, found, expected in zip(names, shape, live, strict=True):
+            if found != expected:
+                return Refusal.of(RefusalKind.GEOMETRY, name, expected, found)
+        document = row[spans.geometry : spans.filler]
+        if fixed.geometry_digest == want.geometry_digest and document == want.geometry_document:
+            return None
+        return _explain_geometry(want, bytes(document), fixed.geometry_digest)
+
+    def _check_writers(self, header: Header) -> Refusal | None:
+        slices = self._want.layout.slices
+        if len(header.records) != len(slices):
+            return Refusal.of(RefusalKind.WRITER_COUNT, "writers", len(slices), len(header.records))
+        for place, record in zip(slices, header.records, strict=True):
+            if refusal := _check_writer(place, record, header.fixed.generation):
+                return refusal
+        return None
+
+    def _check_padding(self, row: memoryview, spans: Spans) -> Refusal | None:
+        layout = self._want.layout
+        tail = layout.header_bytes + layout.payload_bytes
+        for name, start, end in (
+            ("filler", spans.filler, spans.records),
+            ("tail", tail, layout.row_bytes),
+        ):
+            if row[start:end] != self._want.zeros(end - start):
+                return Refusal.of(RefusalKind.PADDING, name, "zero bytes", "other bytes")
+        return None
+
+
+def read_outer(
+    row: memoryview, suite: Suite, keyring: Keyring
+) -> tuple[FixedPart, Spans, SealKey] | Refusal:
+    """Steps 1 to 4 without any expectation of an engine: is this an authentic header?
+
+    Used by `open_header` and by tools that look at chunks of unknown engines.
+    """
+    if len(row) < FIXED.size:
+        return Refusal.of(RefusalKind.TOO_SHORT, "row", f"at least {FIXED.size}", len(row))
+    fixed = read_fixed(row)
+    if fixed.magic != MAGIC:
+        return Refusal.of(RefusalKind.BAD_MAGIC, "magic", MAGIC, fixed.magic)
+    seal_key = _check_terms(fixed, suite, keyring)
+    if isinstance(seal_key, Refusal):
+        return seal_key
+    spans = _check_lengths(fixed, len(row))
+    if isinstance(spans, Refusal):
+        return spans
+    tag = suite.tag(keyring.subkey(seal_key, "header"), row[: spans.tag])
+    if not tags_equal(tag, row[spans.tag : spans.tag + TAG_BYTES]):
+        return Refusal.of(RefusalKind.HEADER_TAG, "header tag", "the tag of these bytes", "another")
+    return fixed, spans, seal_key
+
+
+def explain_identity(suite: Suite, expected: bytes, found: bytes, found_digest: bytes) -> Refusal:
+    """Say which identity field differs, or that the document is not what its digest says."""
+    if suite.digest(found) != found_digest:
+        return Refusal.of(RefusalKind.IDENTITY_DAMAGED, "identity", found_digest, "another digest")
+    theirs = decode_identity(found)
+    ours = decode_identity(expected)
+    for document in (theirs, ours):
+        if isinstance(document, IdentityDamaged):
+            return Refusal.of(RefusalKind.IDENTITY_DAMAGED, "identity", "a document", document)
+    if isinstance(theirs, IdentityDamaged) or isinstance(ours, IdentityDamaged):
+        return Refusal.of(RefusalKind.IDENTITY_DAMAGED, "identity", "a document", "damage")
+    unlike = differences(ours, theirs)
+    if not unlike:
+        return Refusal.of(RefusalKind.IDENTITY_DAMAGED, "identity", expected[:8], found[:8])
+    first = unlike[0]
+    names = ", ".join(item.field for item in unlike)
+    return Refusal.of(RefusalKind.IDENTITY, names, first.expected, first.found)
+
+
+def _check_terms(fixed: FixedPart, suite: Suite, keyring: Keyring) -> SealKey | Refusal:
+    if fixed.version != FORMAT_VERSION:
+        return Refusal.of(RefusalKind.VERSION, "version", FORMAT_VERSION, fixed.version)
+    if fixed.suite != suite.value:
+        # Also the refusal of a downgrade: a keyed reader never accepts an unkeyed chunk.
+        return Refusal.of(RefusalKind.SUITE, "suite", suite.value, fixed.suite)
+    if fixed.flags or fixed.reserved:
+        return Refusal.of(RefusalKind.FLAGS, "flags", 0, fixed.flags or fixed.reserved)
+    seal_key = keyring.get(fixed.key_id)
+    if seal_key is None:
+        return Refusal.of(RefusalKind.KEY_ID, "key_id", "one in the key ring", fixed.key_id)
+    return seal_key
+
+
+def _check_lengths(fixed: FixedPart, row_bytes: int) -> Spans | Refusal:
+    header = fixed.header_bytes
+    if header % PAGE_BYTES or not PAGE_BYTES <= header <= min(row_bytes, MAX_HEADER_BYTES):
+        return Refusal.of(
+            RefusalKind.HEADER_LENGTH,
+            "header_bytes",
+            f"pages within {row_bytes}",
+            header,
+        )
+    for name, value, low, high in (
+        ("key_bytes", fixed.key_bytes, 1, MAX_KEY_BYTES),
+        ("slots", fixed.slots, 1, MAX_SLOTS),
+        ("identity_bytes", fixed.identity_bytes, 1, MAX_DOCUMENT_BYTES),
+        ("geometry_bytes", fixed.geometry_bytes, 1, MAX_DOCUMENT_BYTES),
+    ):
+        if not low <= value <= high:
+            return Refusal.of(RefusalKind.DOCUMENT_LENGTH, name, f"{low} to {high}", value)
+    if not 1 <= fixed.writers <= MAX_WRITERS:
+        return Refusal.of(RefusalKind.WRITER_COUNT, "writers", f"1 to {MAX_WRITERS}", fixed.writers)
+    spans = _spans(fixed)
+    if spans.filler > spans.records:
+        return Refusal.of(RefusalKind.DOCUMENT_LENGTH, "header", spans.records, spans.filler)
+    if not 1 <= fixed.payload_bytes <= row_bytes - header:
+        return Refusal.of(
+            RefusalKind.PAYLOAD_LENGTH,
+            "payload_bytes",
+            f"1 to {row_bytes - header}",
+            fixed.payload_bytes,
+        )
+    return spans
+
+
+def _spans(fixed: FixedPart) -> Spans:
+    coverage = FIXED.size + fixed.key_bytes
+    identity = coverage + coverage_bytes(fixed.slots)
+    geometry = identity + fixed.identity_bytes
+    return Spans(
+        key=FIXED.size,
+        coverage=coverage,
+        identity=identity,
+        geometry=geometry,
+        filler=geometry + fixed.geometry_bytes,
+        records=record_offset(fixed.header_bytes, fixed.writers, 0),
+        tag=fixed.header_bytes - TAG_BYTES,
+    )
+
+
+def _check_key(header: Header, key: bytes) -> Refusal | None:
+    if header.key == key:
+        return None
+    return Refusal.of(RefusalKind.KEY, "key", key[:8], header.key[:8])
+
+
+def _check_epoch(found: int, epoch: int) -> Refusal | None:
+    if found == epoch:
+        return None
+    kind = RefusalKind.EPOCH_REVOKED if found < epoch else RefusalKind.EPOCH_UNKNOWN
+    return Refusal.of(kind, "epoch", epoch, found)
+
+
+def _check_writer(place: WriterSlice, record: WriterRecord, generation: int) -> Refusal | None:
+    wanted = (place.rank, 0, place.offset, place.length)
+    if record[:4] != wanted:
+        return Refusal.of(RefusalKind.WRITER, f"writer[{place.rank}]", wanted, record[:4])
+    if record.generation != generation:
+        return Refusal.of(
+            RefusalKind.WRITER_GENERATION,
+            f"writer[{place.rank}].generation",
+            generation,
+            record.generation,
+        )
+    return None
+
+
+def _check_coverage(header: Header, wanted: Iterable[int]) -> Refusal | None:
+    slots = header.fixed.slots
+    if slots % 8 and header.coverage[-1] >> (slots % 8):
+        return Refusal.of(RefusalKind.PADDING, "coverage", "no bit past the slots", "a bit")
+    for slot in wanted:
+        if not 0 <= slot < slots or not header.covers(slot):
+            return Refusal.of(RefusalKind.COVERAGE, f"slot[{slot}]", "written", "not written")
+    return None
+
+
+def _explain_geometry(want: Expectation, found: bytes, found_digest: bytes) -> Refusal:
+    if want.suite.digest(found) != found_digest:
+        return Refusal.of(RefusalKind.GEOMETRY_DAMAGED, "geometry", found_digest, "another digest")
+    try:
+        theirs = decode(found, limit=MAX_DOCUMENT_BYTES)
+        ours = decode(want.geometry_document, limit=MAX_DOCUMENT_BYTES)
+    except CborError as exc:
+        return Refusal.of(RefusalKind.GEOMETRY_DAMAGED, "geometry", "a document", exc)
+    name, expected, got = first_difference("geometry", ours, theirs)
+    return Refusal.of(RefusalKind.GEOMETRY, name, expected, got)
+
+
+def first_difference(name: str, ours: object, theirs: object) -> tuple[str, object, object]:
+    """The first leaf at which two documents differ, by dotted name."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted(set(ours) | set(theirs)):
+            if ours.get(key) != theirs.get(key):
+                return first_difference(f"{name}.{key}", ours.get(key), theirs.get(key))
+    if _both_lists(ours, theirs):
+        for index, (left, right) in enumerate(zip(ours, theirs, strict=False)):  # type: ignore[call-overload]
+            if left != right:
+                return first_difference(f"{name}[{index}]", left, right)
+    return name, ours, theirs
+
+
+def _both_lists(ours: object, theirs: object) -> bool:
+    return (
+        isinstance(ours, Sequence)
+        and isinstance(theirs, Sequence)
+        and not isinstance(ours, str | bytes)
+        and not isinstance(theirs, str | bytes)
+        and len(ours) == len(theirs)
+    )
