@@ -48,8 +48,9 @@ engine: setup ## the tests that start a real vLLM engine
 demo: setup ## the whole story on a real vLLM engine
 	@$(PY) -m kvsafe.cli.main demo
 
-bench: setup ## measure sealing, opening and copying on this machine
-	@$(PY) -m kvsafe.cli.main bench
+bench: setup ## run every script in benchmarks/ on this machine
+	@for script in $(sort $(wildcard benchmarks/*.py)); do \
+		echo "== $$script"; $(PY) "$$script" || exit 1; done
 
 spec: setup ## write the generated parts of spec/
 	@$(PY) -m kvsafe.seal.tables

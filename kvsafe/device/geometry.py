@@ -107,7 +107,7 @@ class Geometry:
     @cached_property
     def device_type(self) -> str:
         """`cpu`, `cuda`, ..."""
-        return self.tensors[0].view.device.type
+        return str(self.tensors[0].view.device.type)
 
     @cached_property
     def slice_bytes(self) -> int:
@@ -173,5 +173,5 @@ class Geometry:
 
     def _reach(self, page: GroupPage) -> int:
         view = self.tensors[page.tensor].view
-        room = view.untyped_storage().nbytes() - int(view.storage_offset()) - page.used
+        room = int(view.untyped_storage().nbytes()) - int(view.storage_offset()) - page.used
         return min(self.num_blocks - 1, room // max(page.stride, 1))

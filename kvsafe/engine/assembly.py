@@ -93,6 +93,7 @@ def assemble(vllm_config: Any, kv_cache_config: Any, *, scheduler: bool) -> Part
         station=station,
         expectation=_expectation(kv_cache_config, offloading),
         foreign=_foreign(config, identity, station) if scheduler else (),
+        fail_loads=vllm_config.kv_transfer_config.kv_load_failure_policy == "fail",
     )
     spec = KVSafeSpec(replace(offloading, extra_config=to_vllm_extra(config)), assembly)
     adapters = AdapterLedger(Path(config.state_dir) / "adapters.json")

@@ -32,7 +32,9 @@ PROVEN_MODEL_DTYPES: Final = ("bfloat16", "float16", "float32")
 PROVEN_KV_QUANT_MODES: Final = ("NONE",)
 PROVEN_KV_LAYOUTS: Final[tuple[str | None, ...]] = (None, "LBHNC", "LBNHC")
 PROVEN_GROUP_KINDS: Final = ("full_attention", "sliding_window", "mla")
-PROVEN_GROUP_MIXES: Final[tuple[frozenset[str], ...]] = ()
+PROVEN_GROUP_MIXES: Final[tuple[frozenset[str], ...]] = (
+    frozenset({"full_attention", "sliding_window"}),
+)
 """Different group kinds proven together in one model; a single proven kind needs no entry."""
 PROVEN_HASH_ALGOS: Final = ("sha256", "sha256_cbor")
 PROVEN_EXECUTORS: Final = (None, "uni", "mp")
@@ -80,7 +82,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join([title, *lines]))
 
 
-class _Refused(Exception):  # noqa: N818 - a signal between a check and its caller
+class _Refused(Exception):
     """Raised by a check; keys are relative to the option that was checked."""
 
     def __init__(self, *problems: Problem) -> None:

@@ -19,12 +19,8 @@ start and refuse on a difference.
 """
 
 import dataclasses
-import enum
-import json
 import os
 import platform as machine
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -45,33 +41,27 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from kvsafe.seal.identity import Identity, IdentityError, compress_names, parse_digest
+from kvsafe.engine.identity_model import draft_value, model_values, remote_code_value
+from kvsafe.engine.identity_values import IdentityUnknown, dtype_name, enum_name, value_digest
+from kvsafe.seal.identity import Identity, parse_digest
+from kvsafe.seal.layer_names import compress_names
+
+__all__ = [
+    "RANDOM_NONE_HASH",
+    "IdentityUnknown",
+    "none_hash_fingerprint",
+    "read_identity",
+    "version_line",
+]
 
 RANDOM_NONE_HASH = "random"
 """`none_hash` of an engine whose block hashes are never seen again: refuse to persist."""
 
 _CRYPTO_HASHES = frozenset({"sha256", "sha256_cbor"})
 _RANK_MAP = "pp>pcp>tp"
-_LONG_LIST = 8
-_PLAIN_DEPTH = 12
-_NOISE = frozenset(
-    {
-        "transformers_version",
-        "_name_or_path",
-        "_commit_hash",
-        "dtype",
-        "torch_dtype",
-        "id2label",
-        "label2id",
-    }
-)
 
 
-class IdentityUnknown(IdentityError):
-    """A value of the identity cannot be known, so nothing may be stored or loaded."""
-
-
-def read_identity(
+def read_identity(  # noqa: PLR0913 - every one is a fact that only the caller has
     vllm_config: Any,
     kv_cache_config: Any,
     *,
@@ -113,11 +103,11 @@ def read_identity(
         "kv_layout": _layout(vllm_config, kv_cache_config, kv_cache_layout),
         "canonical_format": canonical_format,
         "replicated": replicated,
-        "draft": _draft(vllm_config, draft_weights),
-        "remote_code": _remote_code(vllm_config.model_config, remote_code),
+        "draft": draft_value(vllm_config, draft_weights),
+        "remote_code": remote_code_value(vllm_config.model_config, remote_code),
     }
     values |= _engine(vllm_config)
-    values |= _model(vllm_config.model_config)
+    values |= model_values(vllm_config.model_config)
     values |= _attention(vllm_config)
     values |= _cache(vllm_config)
     values |= _groups(vllm_config, kv_cache_config)
@@ -170,7 +160,7 @@ def _platform(vllm_config: Any) -> dict[str, object]:
         capability = current_platform.get_device_capability()
         found["capability"] = "" if capability is None else capability.as_version_str()
     if vllm_config.additional_config:
-        found["options"] = _digest(vllm_config.additional_config).hex()[:32]
+        found["options"] = value_digest(vllm_config.additional_config).hex()[:32]
     return found
 
 
@@ -179,134 +169,15 @@ def _cpu_features() -> list[str]:
     return [name for name, probe in checks.items() if getattr(torch.cpu, probe, bool)()]
 
 
-def _model(config: Any) -> dict[str, object]:
-    text = config.hf_text_config
-    return {
-        "model": config.model_weights or config.model,
-        "revision": config.revision or "",
-        "model_code": _model_code(config),
-        "model_type": str(config.hf_config.model_type),
-        "architectures": [str(name) for name in config.architectures],
-        "layers": int(config.get_total_num_hidden_layers()),
-        "layer_types": _run_lengths(getattr(text, "layer_types", None) or ()),
-        "kv_heads": int(config.get_total_num_kv_heads()),
-        "head_size": int(config.get_head_size()),
-        "mla": bool(config.use_mla),
-        "rope": _rope(text),
-        "max_model_len": int(config.max_model_len),
-        "max_position_embeddings": int(getattr(text, "max_position_embeddings", 0) or 0),
-        "dtype": _dtype(config.dtype),
-        "quantization": str(config.quantization or ""),
-        "quantization_config": _digest(config.quantization_config),
-        "multimodal": _multimodal(config),
-        "hf_config": _hf_config(config.hf_config),
-    }
-
-
-def _model_code(config: Any) -> dict[str, object]:
-    found: dict[str, object] = {
-        "impl": str(config.model_impl),
-        "runner": str(config.runner_type),
-        "convert": str(config.convert_type),
-    }
-    for original, target in sorted(config.model_class_overrides.items()):
-        found[f"class {original}"] = str(target)
-    return found
-
-
-def _remote_code(config: Any, digest: str | None) -> str:
-    if not config.trust_remote_code:
-        return ""
-    if not digest:
-        raise IdentityUnknown(
-            "trust_remote_code is set and the digest of the model's code is not known"
-        )
-    return parse_digest(digest).hex()
-
-
-def _rope(text_config: Any) -> object:
-    """The rope parameters in effect, per layer type where the model has several."""
-    rope = getattr(text_config, "rope_parameters", None)
-    if rope is None:
-        rope = getattr(text_config, "rope_scaling", None)
-    found = dict(rope) if isinstance(rope, Mapping) else {}
-    for name in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
-        value = getattr(text_config, name, None)
-        if value is not None:
-            found.setdefault(name, value)
-    return _short(_plain(found))
-
-
-def _short(value: Any) -> object:
-    """Long lists (LongRoPE factors) as a digest: the document travels in every header."""
-    if isinstance(value, Mapping):
-        return {key: _short(item) for key, item in value.items()}
-    if isinstance(value, list) and len(value) > _LONG_LIST:
-        return f"{len(value)} values, {_digest(value).hex()[:32]}"
-    if isinstance(value, list):
-        return [_short(item) for item in value]
-    return value
-
-
-def _hf_config(hf_config: Any) -> bytes:
-    return _digest(_without_noise(_plain(hf_config.to_dict())))
-
-
-def _without_noise(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_noise(v) for k, v in value.items() if k not in _NOISE}
-    if isinstance(value, list):
-        return [_without_noise(item) for item in value]
-    return value
-
-
-def _multimodal(config: Any) -> dict[str, object]:
-    found: dict[str, object] = {}
-    mm = config.multimodal_config
-    if mm is None:
-        return found
-    found["language_only"] = bool(mm.language_model_only)
-    found["normalize_on_device"] = bool(mm.mm_device_do_normalize)
-    for name in ("mm_encoder_attn_backend", "mm_encoder_attn_dtype", "video_pruning_rate"):
-        value = getattr(mm, name, None)
-        if value is not None:
-            found[name] = str(_plain(value))
-    if mm.video_pruning_rate:
-        found["video_pruning_method"] = str(mm.video_pruning_method)
-    settings = [mm.mm_processor_kwargs, mm.media_io_kwargs, config.hf_image_processor_config]
-    found["processor"] = _digest(settings).hex()[:32]
-    return found
-
-
-def _draft(vllm_config: Any, weights: str | None) -> dict[str, object]:
-    config = vllm_config.speculative_config
-    if config is None:
-        return {}
-    found: dict[str, object] = {"method": str(config.method)}
-    model = config.draft_model_config
-    own = model is not None and model.model != vllm_config.model_config.model
-    if own:
-        if not weights:
-            raise IdentityUnknown("the weights digest of the draft model is not known")
-        found["model"] = str(model.model)
-        found["revision"] = str(model.revision or "")
-        found["weights"] = parse_digest(weights)
-    if model is not None:
-        found["hf_config"] = _hf_config(model.hf_config).hex()[:32]
-        found["quantization"] = str(model.quantization or "")
-        found["kv_dtype"] = str(config.kv_cache_dtype or "")
-    return found
-
-
 def _attention(vllm_config: Any) -> dict[str, object]:
     model, attention = vllm_config.model_config, vllm_config.attention_config
     found: dict[str, object] = {
-        "backend": _name(attention.backend),
+        "backend": enum_name(attention.backend),
         "indexer_dtype": str(attention.indexer_kv_dtype),
         "non_causal": bool(attention.use_non_causal),
     }
     if attention.backend_per_kind:
-        found["per_kind"] = {k: _name(v) for k, v in attention.backend_per_kind.items()}
+        found["per_kind"] = {k: enum_name(v) for k, v in attention.backend_per_kind.items()}
     if model.attention_chunk_size:
         found["chunk"] = int(model.attention_chunk_size)
     return {
@@ -321,7 +192,7 @@ def _lora(config: Any) -> dict[str, object]:
     if config is None:
         return {}
     return {
-        "dtype": _dtype(config.lora_dtype),
+        "dtype": dtype_name(config.lora_dtype),
         "targets": sorted(config.target_modules or ()),
         "tower": bool(config.enable_tower_connector_lora),
         "moe": [bool(config.enable_mixed_moe_lora_format), bool(config.enable_moe_shared_loras)],
@@ -333,7 +204,7 @@ def _cache(vllm_config: Any) -> dict[str, object]:
     kv_dtype = str(config.cache_dtype)
     algorithm = str(config.prefix_caching_hash_algo)
     return {
-        "kv_dtype": _dtype(vllm_config.model_config.dtype) if kv_dtype == "auto" else kv_dtype,
+        "kv_dtype": dtype_name(vllm_config.model_config.dtype) if kv_dtype == "auto" else kv_dtype,
         "kv_quantization": get_kv_quant_mode(kv_dtype).name.lower(),
         "kv_scales": _scales(config),
         "kv_skip_layers": sorted(str(item) for item in config.kv_cache_dtype_skip_layers),
@@ -399,7 +270,7 @@ def _group(group: Any, dcp: int, one_stage: bool) -> dict[str, object]:
     if isinstance(spec, AttentionSpec):
         found["heads"] = int(spec.num_kv_heads)
         found["head"] = [int(spec.head_size), int(spec.head_size_v)]
-        found["dtype"] = _dtype(spec.dtype)
+        found["dtype"] = dtype_name(spec.dtype)
         found["quant"] = spec.kv_quant_mode.name.lower()
     window = getattr(spec, "sliding_window", None)
     if window:
@@ -431,7 +302,7 @@ def _rest(spec: Any) -> str:
         for field in dataclasses.fields(spec)
         if field.name not in _NAMED
     }
-    return _digest([type(spec).__name__, found]).hex()[:16]
+    return value_digest([type(spec).__name__, found]).hex()[:16]
 
 
 def _block_bytes(kv_cache_config: Any) -> int:
@@ -449,7 +320,7 @@ def _mamba(vllm_config: Any) -> dict[str, object]:
         "ssm_dtype": str(config.mamba_ssm_cache_dtype),
         "mode": str(config.mamba_cache_mode),
         "block": int(config.mamba_block_size or 0),
-        "backend": _name(mamba.backend),
+        "backend": enum_name(mamba.backend),
         "replay": int(config.replayssm_buffer_len) if config.use_replayssm else 0,
         "rounding": bool(mamba.enable_stochastic_rounding),
     }
@@ -467,63 +338,3 @@ def _parallel(config: Any) -> dict[str, object]:
         ),
         "rank_map": _RANK_MAP,
     }
-
-
-def _run_lengths(items: Sequence[Any]) -> str:
-    """`5*sliding_attention,1*full_attention`; a long pattern ends in a digest."""
-    runs = [f"{len(list(group))}*{key}" for key, group in groupby(str(item) for item in items)]
-    text = ",".join(runs)
-    if len(text) <= 160:
-        return text
-    return f"{len(items)} layers, {_digest(runs).hex()[:32]}"
-
-
-def _dtype(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
-
-def _name(value: Any) -> str:
-    if value is None:
-        return "auto"
-    return value.name if isinstance(value, enum.Enum) else str(value)
-
-
-def _digest(value: object) -> bytes:
-    """BLAKE3 over the sorted JSON text of any configuration value."""
-    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
-    return blake3(text.encode("utf-8", "surrogatepass")).digest()
-
-
-def _plain(value: Any, depth: int = _PLAIN_DEPTH) -> Any:
-    """A configuration value in JSON's types, without memory addresses or object order."""
-    if depth == 0:
-        raise IdentityUnknown("a configuration value is nested too deeply")
-    if isinstance(value, enum.Enum):
-        return value.name
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(item, depth - 1) for item in value), key=str)
-    if isinstance(value, list | tuple):
-        return [_plain(item, depth - 1) for item in value]
-    return _plain_object(value, depth)
-
-
-def _plain_object(value: Any, depth: int) -> Any:
-    if isinstance(value, type) or callable(value):
-        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    if isinstance(value, torch.dtype):
-        return _dtype(value)
-    name = type(value).__qualname__
-    if hasattr(value, "numerator"):
-        return [name, int(value.numerator), int(value.denominator)]
-    if dataclasses.is_dataclass(value):
-        pairs: Iterable[tuple[str, Any]] = (
-            (field.name, getattr(value, field.name)) for field in dataclasses.fields(value)
-        )
-    else:
-        pairs = vars(value).items() if hasattr(value, "__dict__") else ()
-    public = {key: item for key, item in pairs if not key.startswith("_")}
-    return [name, _plain(public, depth - 1)]

@@ -29,6 +29,7 @@ from kvsafe.engine.journal import RefusalJournal
 from kvsafe.engine.primary import SealedPrimaryTier
 from kvsafe.engine.station import Station
 from kvsafe.engine.transfer import ChunkFailure, SealedRowsSpec
+from kvsafe.engine.verdicts import Verdicts
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.seal.sealing import HeaderSealer
 
@@ -56,12 +57,14 @@ class KVSafeManager(TieringOffloadingManager):
         epochs: EpochKeeper,
         counters: Counters,
         journal: RefusalJournal,
+        verdicts: Verdicts,
     ) -> None:
         super().__init__(primary_tier=primary_tier, secondary_tiers=secondary_tiers)
         self.counters = counters
         self._station = station
         self._epochs = epochs
         self._journal = journal
+        self._verdicts = verdicts
         self._issued: dict[OffloadKey, IssuedStore | Refusal] = {}
         self._lost: Counter[OffloadKey] = Counter()
         self._sealer: HeaderSealer | None = None
@@ -77,10 +80,14 @@ class KVSafeManager(TieringOffloadingManager):
         if not self._epochs.certain:
             return LookupResult.MISS
         result = super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
-        if result is not LookupResult.HIT_PENDING:
-            return result
-        limit = self._station.config.load_deadline_s
-        return LookupResult.MISS if self.primary_tier.pending_for(key) > limit else result
+        if result is LookupResult.HIT_PENDING:
+            limit = self._station.config.load_deadline_s
+            if self.primary_tier.pending_for(key) > limit:
+                return LookupResult.MISS
+            self._verdicts.waits(req_context.req_id, key)
+        elif result is LookupResult.MISS and self._verdicts.has_to_fail(req_context.req_id, key):
+            return LookupResult.HIT
+        return result
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -109,11 +116,28 @@ class KVSafeManager(TieringOffloadingManager):
         self._lost.update(lost)
         spec = super().prepare_load(present, req_context)
         if isinstance(spec, SealedRowsSpec):
-            spec.withheld = Refusal.of(
-                RefusalKind.TIER_READ, "chunk", "as at its lookup", "evicted before its load"
-            )
-            spec.blamed = [bytes(key) for key in lost]
+            self._withhold(spec, lost, req_context)
         return spec
+
+    def _withhold(
+        self, spec: SealedRowsSpec, lost: list[OffloadKey], req_context: ReqContext
+    ) -> None:
+        condemned = self._verdicts.take(req_context.req_id)
+        if condemned is not None:
+            # Counted and logged where it was refused.
+            spec.withheld = condemned
+            return
+        spec.withheld = Refusal.of(
+            RefusalKind.TIER_READ, "chunk", "as at its lookup", "evicted before its load"
+        )
+        spec.blamed = [bytes(key) for key in lost]
+
+    def on_request_finished(
+        self, req_context: ReqContext, *, exclude_tier_idx: int | None = None
+    ) -> None:
+        """vLLM's end of a request."""
+        self._verdicts.forget(req_context.req_id)
+        super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin what `prepare_load` pinned."""

@@ -146,7 +146,7 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         spec.blocks = [blocks for _, blocks in placed]
         if spec.withheld is None:
             spec.withheld = self._compare_groups(spec, placed)
-            spec.blamed = list(spec.keys)
+            spec.blamed = list(spec.keys) if spec.withheld is not None else []
 
     def _compare_groups(
         self, spec: SealedRowsSpec, placed: Sequence[tuple[int, SlotBlocks]]

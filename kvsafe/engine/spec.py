@@ -38,6 +38,7 @@ from kvsafe.engine.primary import SealedPrimaryTier
 from kvsafe.engine.proof import RowProof
 from kvsafe.engine.station import Station
 from kvsafe.engine.tier import ProofDesk, ProvingTier
+from kvsafe.engine.verdicts import Verdicts
 from kvsafe.engine.worker import KVSafeWorker
 from kvsafe.host import HostRegion
 from kvsafe.seal.cbor import encode
@@ -53,6 +54,7 @@ class Assembly:
     station: Station
     expectation: GeometryExpectation
     foreign: tuple[ForeignNames, ...]
+    fail_loads: bool
 
 
 class KVSafeSpec(TieringOffloadingSpec):
@@ -75,6 +77,7 @@ class KVSafeSpec(TieringOffloadingSpec):
         self.station = assembly.station
         self._expectation = assembly.expectation
         self._foreign = assembly.foreign
+        self._fail_loads = assembly.fail_loads
         self._lay_out_rows()
         self._threads: ThreadPoolExecutor | None = None
         self.epochs: EpochKeeper | None = None
@@ -125,7 +128,7 @@ class KVSafeSpec(TieringOffloadingSpec):
             config.suite,
             epochs.epoch,
         )
-        return KVSafeManager(primary, tiers, station, epochs, counters, journal)
+        return KVSafeManager(primary, tiers, station, epochs, counters, journal, desk.verdicts)
 
     def _proof_desk(
         self, epochs: EpochKeeper, counters: Counters, journal: RefusalJournal
@@ -136,7 +139,8 @@ class KVSafeSpec(TieringOffloadingSpec):
             station.config.verify_threads, thread_name_prefix="kvsafe-proof"
         )
         names = ObjectNames(station.suite, station.keyring, setting.identity_digest, self._foreign)
-        return ProofDesk(station, epochs, counters, journal, names, self._threads)
+        verdicts = Verdicts(active=self._fail_loads)
+        return ProofDesk(station, epochs, counters, journal, names, verdicts, self._threads)
 
     def _build_tiers(self, rows: memoryview, desk: ProofDesk) -> list[SecondaryTierManager]:
         tiers: list[SecondaryTierManager] = []

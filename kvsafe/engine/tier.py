@@ -40,6 +40,7 @@ from kvsafe.engine.journal import RefusalJournal
 from kvsafe.engine.names import ObjectNames
 from kvsafe.engine.objects import ObjectStore
 from kvsafe.engine.station import Station
+from kvsafe.engine.verdicts import Verdicts
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 _REFUSED_LIMIT = 65536
@@ -66,6 +67,7 @@ class ProofDesk:
     counters: Counters
     journal: RefusalJournal
     names: ObjectNames
+    verdicts: Verdicts
     threads: ThreadPoolExecutor
 
 
@@ -92,6 +94,7 @@ class ProvingTier(SecondaryTierManager):
         self._refused: OrderedDict[OffloadKey, None] = OrderedDict()
         self._asked: dict[str, set[OffloadKey]] = {}
         self._to_ask: list[OffloadKey] = []
+        self._bad_objects: dict[OffloadKey, Refusal] = {}
         if store is not None:
             store.on_refusal = self._note_object
 
@@ -111,9 +114,18 @@ class ProvingTier(SecondaryTierManager):
         if name in self._refused:
             return LookupResult.MISS
         result = self.inner.lookup(name, req_context)
-        if result is LookupResult.MISS and self._desk.names.foreign and self._store is not None:
-            self._ask_elsewhere(key, req_context)
+        if result is LookupResult.MISS and self._store is not None:
+            self._explain_miss(key, name, req_context)
         return result
+
+    def _explain_miss(
+        self, key: OffloadKey, name: OffloadKey, req_context: ReqContext
+    ) -> None:
+        refusal = self._bad_objects.pop(name, None)
+        if refusal is not None:
+            self._desk.verdicts.condemn(req_context.req_id, key, refusal)
+        elif self._desk.names.foreign:
+            self._ask_elsewhere(key, req_context)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Cascade sealed rows under their object names."""
@@ -250,6 +262,7 @@ class ProvingTier(SecondaryTierManager):
                 self._refuse(key, refusal)
 
     def _refuse(self, key: OffloadKey, refusal: Refusal) -> None:
+        self._desk.verdicts.refused(key, refusal)
         self._refused[self._desk.names.name(key)] = None
         if len(self._refused) > _REFUSED_LIMIT:
             self._refused.popitem(last=False)
@@ -258,6 +271,8 @@ class ProvingTier(SecondaryTierManager):
 
     def _note_object(self, name: OffloadKey, refusal: Refusal, quarantined: bool) -> None:
         # Called in the tier's own lookup thread.
+        if self._desk.verdicts.active and len(self._bad_objects) < _REFUSED_LIMIT:
+            self._bad_objects[name] = refusal
         self._desk.counters.refused(refusal, self.label)
         self._desk.journal.note(refusal, name, self.label)
         if quarantined:

@@ -176,7 +176,6 @@ class PrivateFolder:
     def _write(self, name: str, data: bytes) -> None:
         fd = os.open(name, _CREATE_FLAGS, 0o600, dir_fd=self._fd)
         with open(fd, "wb") as file:
-            os.fchmod(fd, 0o600)
             file.write(data)
             file.flush()
             os.fsync(fd)

@@ -98,8 +98,11 @@ class StreamDouble:
     def drain(self, *streams: DoubleStream) -> None:
         """Run these streams (all by default) as far as they may go."""
         chosen = streams or tuple(self.streams)
-        while any([self.step(stream) for stream in chosen]):
-            pass
+        moved = True
+        while moved:
+            moved = False
+            for stream in chosen:
+                moved |= self.step(stream)
 
     def rush_copies(self) -> None:
         """The adversary: copies run as far as they may before any model work does."""

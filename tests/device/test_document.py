@@ -122,7 +122,7 @@ def expectation(**changes: Any) -> GeometryExpectation:
     return GeometryExpectation(**(values | changes))
 
 
-MISMATCHES = {
+MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "device": ({"device_type": "cuda"}, "device"),
     "span": ({"blocks_per_chunk": 3}, "blocks_per_chunk"),
     "slice": ({"slice_bytes": 65}, "slice_bytes"),
@@ -151,7 +151,7 @@ def test_mismatch_refuses_to_start_and_prints_both_sides(name: str) -> None:
     change, field = MISMATCHES[name]
     found = check_expectation(expectation(**change), geometry)
     assert field in {difference.name for difference in found}
-    with pytest.raises(GeometryMismatch, match="expected .* found") as caught:
+    with pytest.raises(GeometryMismatch, match=r"expected .* found") as caught:
         require_expectation(expectation(**change), geometry)
     assert caught.value.differences == found
 

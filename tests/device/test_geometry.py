@@ -62,7 +62,7 @@ UNSOUND: dict[str, tuple[Callable[[], Geometry], str]] = {
     "zero page": (lambda: view_tensor(torch.zeros((4, 0), dtype=torch.int8), 0), "zero size"),
     "no tensors": (lambda: Geometry((), (), 1), "no tensors"),
     "no groups": (lambda: Geometry((plain_tensor(4, 8),), (), 1), "no groups"),
-    "empty group": (lambda: refs(), "no refs"),
+    "empty group": (refs, "no refs"),
     "blocks per chunk": (
         lambda: Geometry((plain_tensor(4, 8),), ((GroupRef(0, 8),),), 0),
         "blocks_per_chunk",

@@ -24,9 +24,10 @@ from .worlds import LOAD, STORE, plain_tensor, plans, window_for, worlds
 
 
 def shared_geometry() -> Geometry:
-    """Groups 0 and 1 share tensor 0; group 2 has tensor 1 for itself.  8 blocks, 3 slots."""
+    """Groups 0, 1 and 3 use tensor 0, groups 2 and 3 tensor 1.  8 blocks, 3 slots."""
     tensors = (plain_tensor(8, 16, "a", "b"), plain_tensor(8, 16, "c"))
-    groups = ((GroupRef(0, 16),), (GroupRef(0, 12),), (GroupRef(1, 16),))
+    both = (GroupRef(0, 16), GroupRef(1, 16))
+    groups = ((GroupRef(0, 16),), (GroupRef(0, 12),), (GroupRef(1, 16),), both)
     return Geometry(tensors, groups, 3)
 
 
@@ -57,7 +58,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "row not int": ((row(1.0),), "row"),  # type: ignore[arg-type]
     "row bool": ((row(True),), "row"),
     "group below": ((row(0, -1),), "group"),
-    "group above": ((row(0, 3),), "group"),
+    "group above": ((row(0, 4),), "group"),
     "empty": ((RowPlan(0, 0, ()),), "blocks"),
     "no tuple": ((RowPlan(0, 0, None),), "blocks"),  # type: ignore[arg-type]
     "no pair": ((row(0, 0, (0, 1, 2)),), "blocks"),
@@ -95,6 +96,7 @@ def test_direction_must_be_one() -> None:
 DOUBLE_LOADS = {
     "same group": (row(0, 0, (0, 1)), row(1, 0, (0, 1))),
     "other group, shared tensor": (row(0, 0, (0, 1)), row(1, 1, (1, 1))),
+    "other group, one of two tensors shared": (row(0, 2, (0, 1)), row(1, 3, (0, 1))),
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Geometries, windows and plans for the tests, and a slow oracle that knows only the layout rule."""
+"""Geometries, windows and plans for the tests, and a slow oracle that knows the layout rule."""
 
 import random
 from dataclasses import dataclass

@@ -557,7 +557,7 @@ UNSAFE: list[tuple[dict[str, object], str, str]] = [
     ({"group_kinds": ("mamba",)}, "group_kinds", "allow_unproven_groups"),
     ({"group_kinds": ()}, "group_kinds", "allow_unproven_groups"),
     (
-        {"group_kinds": ("full_attention", "sliding_window")},
+        {"group_kinds": ("full_attention", "mla")},
         "group_kinds",
         "allow_unproven_groups",
     ),
@@ -599,6 +599,13 @@ def test_unproven_engines_are_refused_until_overridden(
     assert [c.key for c in check_engine(facts, parsed(**others))] == [key]
     let_through = refuse_unsafe(facts, parsed(**{override: True}))
     assert [c.key for c in let_through] == [key]
+
+
+def test_group_mixes_that_are_listed_start() -> None:
+    for mix in module.PROVEN_GROUP_MIXES:
+        assert len(mix) > 1
+        facts = msgspec.structs.replace(PROVEN, group_kinds=tuple(sorted(mix)))
+        assert refuse_unsafe(facts, parsed()) == ()
 
 
 def test_every_engine_rule_and_override_is_tested() -> None:

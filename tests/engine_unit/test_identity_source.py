@@ -29,6 +29,7 @@ from kvsafe.engine.identity import (
     read_identity,
     version_line,
 )
+from kvsafe.engine.identity_values import value_digest
 from kvsafe.seal.identity import Identity, IdentityError, differences
 from kvsafe.seal.suites import Suite
 
@@ -364,6 +365,23 @@ def test_draft_model_needs_its_weights(model: str) -> None:
     left = read(vllm_config, draft_weights="44" * 32)
     right = read(vllm_config, draft_weights="55" * 32)
     assert changed(left, right) == {"draft.weights"}
+
+
+def test_values_that_cannot_be_read_are_refused() -> None:
+    class Opaque:
+        __slots__ = ("hidden",)
+
+    class Open:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __call__(self) -> None: ...
+
+    with pytest.raises(IdentityUnknown, match="Opaque"):
+        value_digest({"a": Opaque()})
+    assert value_digest([Open(1)]) == value_digest([Open(1)])
+    assert value_digest([Open(1)]) != value_digest([Open(2)])
+    assert value_digest({"b": 1, "a": {2, 3}}) == value_digest({"a": {3, 2}, "b": 1})
 
 
 def test_release_line() -> None:

@@ -17,12 +17,11 @@ from kvsafe.seal.identity import (
     IdentityDamaged,
     IdentityError,
     IdentityField,
-    compress_names,
     decode_identity,
     differences,
-    expand_names,
     parse_digest,
 )
+from kvsafe.seal.layer_names import compress_names, expand_names
 from kvsafe.seal.suites import Suite
 from kvsafe.seal.tables import identity_page, main, refusals_page
 

@@ -48,3 +48,8 @@ def test_the_list_holds_what_the_project_asks_for() -> None:
     extras = _project()["optional-dependencies"]
     wanted = [*_project()["dependencies"], *extras["cpu"], *extras["test"], "mypy", "ruff"]
     assert {_name(line) for line in wanted} <= {_name(line) for line in _pins()}
+
+
+def test_every_folder_of_code_is_a_package() -> None:
+    folders = {path.parent for path in (ROOT / "kvsafe").rglob("*.py")}
+    assert [folder.name for folder in folders if not (folder / "__init__.py").exists()] == []
