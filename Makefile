@@ -54,6 +54,7 @@ bench: setup ## run every script in benchmarks/ on this machine
 
 spec: setup ## write the generated parts of spec/
 	@$(PY) -m kvsafe.seal.tables
+	@$(PY) -m kvsafe.engine.config --write spec/configuration.md
 
 clean: ## remove .venv, caches and build leftovers
 	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

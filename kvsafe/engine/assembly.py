@@ -177,7 +177,7 @@ def _identity(
     vllm_config: Any, kv_cache_config: Any, offloading: OffloadingConfig, config: KVSafeConfig
 ) -> Identity:
     model = vllm_config.model_config
-    folder = resolve_model_folder(model.model, model.revision)
+    folder = _folder_of(model, vllm_config)
     layout = offloading.kv_cache_layout
     canonical = ""
     if offloading.canonical_layout and layout is not None:
@@ -194,7 +194,28 @@ def _identity(
         canonical_format=canonical,
         replicated=offloading.replicated_layout,
         remote_code=_remote_code(model, folder, config),
+        draft_weights=_draft_weights(vllm_config, config),
     )
+
+
+def _folder_of(model: Any, vllm_config: Any) -> Path | None:
+    download = vllm_config.load_config.download_dir
+    return resolve_model_folder(
+        model.model, model.revision, download_dir=Path(download) if download else None
+    )
+
+
+def _draft_weights(vllm_config: Any, config: KVSafeConfig) -> str | None:
+    """Digest of a draft model's own weights, None where there is no such model."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return None
+    folder = _folder_of(draft, vllm_config)
+    if folder is None:
+        return None
+    cache = Path(config.state_dir) / "weights.json"
+    return weights_digest(folder, cache=cache, threads=config.verify_threads)
 
 
 def _weights(vllm_config: Any, config: KVSafeConfig, folder: Path | None) -> str:

@@ -24,7 +24,12 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from kvsafe.engine.adapters import AdapterDigest, AdapterLedger, bind_adapter
+from kvsafe.engine.adapters import (
+    AdapterDigest,
+    AdapterLedger,
+    AdapterUnknown,
+    bind_adapter,
+)
 from kvsafe.engine.journal import logger
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
 from kvsafe.engine.placement import (
@@ -49,6 +54,7 @@ class AdapterRequestState(RequestOffloadState):
     """A request that runs with an adapter: its keys are bound to the adapter's content."""
 
     adapter: bytes = b""
+    answer: AdapterDigest | None = None
 
     def update_offload_keys(self) -> None:
         """Extend the keys by the block hashes that have become known."""
@@ -69,6 +75,7 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
     """vLLM's scheduler half of the connector over sealed rows."""
 
     manager: KVSafeManager
+    _current_batch_jobs_to_flush: set[int]
 
     def __init__(
         self, spec: Any, vllm_config: Any, kv_cache_config: Any, adapters: AdapterLedger
@@ -100,18 +107,22 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         answer = self._adapters.digest_for(
             lora.lora_name, lora.lora_int_id, lora.lora_path, lora.load_inplace
         )
-        known = isinstance(answer, AdapterDigest)
+        known = answer if isinstance(answer, AdapterDigest) else None
         bound = AdapterRequestState(
             config=status.config,
             req=status.req,
             req_context=status.req_context,
             offloading_context=status.offloading_context,
             # An adapter of unknown content: a key of its own that nothing can ever match.
-            adapter=answer.digest if isinstance(answer, AdapterDigest) else os.urandom(32),
+            adapter=os.urandom(32) if known is None else known.digest,
+            answer=known,
         )
-        if not known:
-            logger.warning("kvsafe: adapter %s is served without offload: %s", lora.name, answer)
+        if isinstance(answer, AdapterUnknown):
+            logger.warning(
+                "kvsafe: adapter %s is served without offload: %s", lora.name, answer.reason
+            )
             bound.max_load_tokens = 0
+        if known is None or not known.storable:
             bound.max_offload_tokens = 0
         return bound
 
@@ -244,6 +255,10 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
     def _wrong_source(self, req_id: str, key: OffloadKey, blocks: SlotBlocks) -> Refusal | None:
         """Where the block pool knows what a block holds, it must be what the key says."""
         pool, status = self.block_pool, self._req_status.get(req_id)
+        if isinstance(status, AdapterRequestState) and not self._adapter_is_current(status):
+            return Refusal.of(
+                RefusalKind.SOURCE_HASH, "adapter", "the content of the key", "reloaded since"
+            )
         if pool is None or status is None:
             return None
         found = self._find_chunk(status, key)
@@ -258,6 +273,9 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             if refusal is not None:
                 return refusal
         return None
+
+    def _adapter_is_current(self, status: AdapterRequestState) -> bool:
+        return status.answer is not None and self._adapters.is_current(status.answer)
 
     # Completions
 
@@ -304,7 +322,13 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         flush, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
         super().reset_cache()
         self._current_batch_jobs_to_flush |= flush
+        if self.block_pool is not None and not _holds_cached_blocks(self.block_pool):
+            self._adapters.prefix_cache_reset()
         self._failed_loads.clear()
+
+
+def _holds_cached_blocks(pool: Any) -> bool:
+    return any(block.block_hash is not None for block in pool.blocks)
 
 
 def _flat(spec: GPULoadStoreSpec) -> FlatBlocks:

@@ -41,7 +41,6 @@ from kvsafe.engine.tier import ProofDesk, ProvingTier
 from kvsafe.engine.verdicts import Verdicts
 from kvsafe.engine.worker import KVSafeWorker
 from kvsafe.host import HostRegion
-from kvsafe.seal.cbor import encode
 
 BLOCK_HASH_BYTES = 32
 KEY_BYTES = BLOCK_HASH_BYTES + 4
@@ -59,6 +58,10 @@ class Assembly:
 
 class KVSafeSpec(TieringOffloadingSpec):
     """vLLM's `TieringOffloadingSpec` over sealed rows. Made by `KVSafeConnector`."""
+
+    # Set to None by vLLM's classes, which mypy does not follow.
+    _manager: KVSafeManager | None
+    _worker: KVSafeWorker | None
 
     @classmethod
     def build_metric_definitions(
@@ -160,8 +163,7 @@ class KVSafeSpec(TieringOffloadingSpec):
         """The worker half, after the real tensors were compared with the identity."""
         if self._worker is None:
             self._worker = self._build_worker(kv_caches)
-        worker: OffloadingWorker = self._worker
-        return worker
+        return self._worker
 
     def _build_worker(self, kv_caches: CanonicalKVCaches) -> KVSafeWorker:
         geometry = self._geometry(kv_caches)
@@ -169,7 +171,7 @@ class KVSafeSpec(TieringOffloadingSpec):
         require_expectation(self._expectation, geometry)
         region = self.station.open_region(self.num_chunks)
         rank = int(self.config.parallel.rank)
-        region.register_worker(rank, encode(geometry.describe()))
+        self.station.register(rank, geometry.describe())
         slot = 0 if self.replicated_layout else rank
         config = self.station.config
         proof = RowProof(self.station, region, slot, once=config.verify_loads == "once")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvsafe.engine.config import KVSafeConfig
 from kvsafe.host import HostRegion, RegionError, RegionShape
-from kvsafe.seal.cbor import encode
+from kvsafe.seal.cbor import decode, encode
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.header import Header
 from kvsafe.seal.identity import Identity
@@ -107,14 +107,33 @@ class Station:
             raise StationError("the region is not open")
         ranks: dict[bytes, list[int]] = {}
         for rank in range(self.launch.workers):
-            document = region.registration(rank)
-            if document is None:
+            note = region.registration(rank)
+            if note is None:
                 raise StationError(
                     f"worker {rank} has not registered its KV cache in {region.path.name}; "
                     "all processes of one engine must see the same shared memory"
                 )
-            ranks.setdefault(document, []).append(rank)
+            ranks.setdefault(self._judge_note(rank, note), []).append(rank)
         return encode({"workers": [[owners, document] for document, owners in ranks.items()]})
+
+    def register(self, rank: int, geometry: dict[str, object]) -> None:
+        """Leave what this worker found at registration for the other processes."""
+        if self.region is None:
+            raise StationError("the region is not open")
+        note = {"geometry": encode(geometry), "identity": self.seal_setting.identity_digest}
+        self.region.register_worker(rank, encode(note))
+
+    def _judge_note(self, rank: int, note: bytes) -> bytes:
+        """The geometry in a worker's note, if the worker has come to the same identity."""
+        value = decode(note, limit=len(note))
+        if isinstance(value, dict):
+            geometry, digest = value.get("geometry"), value.get("identity")
+            if isinstance(geometry, bytes) and digest == self.seal_setting.identity_digest:
+                return geometry
+        raise StationError(
+            f"worker {rank} and this process read different identities from what should be "
+            "one configuration: does the model change its own config while it loads?"
+        )
 
     def opener(self) -> Opener:
         """The opener for rows of this engine (made on first use, when all have registered)."""

@@ -81,8 +81,8 @@ class ProvingTier(SecondaryTierManager):
         self.inner = inner
         self.tier_type = inner.tier_type
         self.locality = inner.locality
-        self.medium = inner.medium  # type: ignore[misc]
-        self.cache_hit_source = inner.cache_hit_source  # type: ignore[misc]
+        self.medium = inner.medium
+        self.cache_hit_source = inner.cache_hit_source
         self.label = f"{index + 1}:{inner.tier_type}"
         self._desk = desk
         self._store = store
@@ -118,9 +118,7 @@ class ProvingTier(SecondaryTierManager):
             self._explain_miss(key, name, req_context)
         return result
 
-    def _explain_miss(
-        self, key: OffloadKey, name: OffloadKey, req_context: ReqContext
-    ) -> None:
+    def _explain_miss(self, key: OffloadKey, name: OffloadKey, req_context: ReqContext) -> None:
         refusal = self._bad_objects.pop(name, None)
         if refusal is not None:
             self._desk.verdicts.condemn(req_context.req_id, key, refusal)

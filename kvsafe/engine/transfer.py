@@ -10,6 +10,8 @@ key and which allocation it is, and which device block goes with which slot.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
@@ -34,6 +36,8 @@ class SealedRowsSpec(CPULoadStoreSpec):
         withheld: why this transfer must fail without a copy, if it must.
         blamed: keys that a withheld load takes out of the primary tier.
     """
+
+    block_ids: npt.NDArray[np.int32]
 
     def __init__(
         self, rows: Sequence[int], keys: Sequence[bytes], generations: Sequence[int], epoch: int

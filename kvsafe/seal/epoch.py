@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from kvsafe.seal.keyfile import PrivateFolder, StateFileError
+from kvsafe.seal.private import PrivateFolder, StateFileError
 
 EPOCH_FILE_VERSION: Final = 1
 EPOCH_FILE_LIMIT: Final = 4096

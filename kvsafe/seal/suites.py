@@ -8,9 +8,12 @@ Numbers are assigned once and never reused; they are in every chunk header.
 import enum
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 from blake3 import blake3
+
+from kvsafe.seal.keyring import SuiteName
 
 TAG_BYTES = 32
 DIGEST_BYTES = 32
@@ -31,7 +34,7 @@ class Suite(enum.IntEnum):
     BLAKE3 = 3
 
     @property
-    def label(self) -> str:
+    def label(self) -> SuiteName:
         """The name used in configuration, logs and metrics."""
         return _LABELS[self]
 
@@ -77,7 +80,7 @@ class Suite(enum.IntEnum):
         return hasher.digest()
 
 
-_LABELS = {
+_LABELS: Final[Mapping[Suite, SuiteName]] = {
     Suite.BLAKE3_KEYED: "blake3-keyed",
     Suite.HMAC_SHA256: "hmac-sha256",
     Suite.BLAKE3: "blake3",

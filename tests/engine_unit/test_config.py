@@ -29,6 +29,7 @@ from kvsafe.engine.config import (
     refuse_unsafe,
     to_vllm_extra,
 )
+from kvsafe.engine.config.__main__ import main
 
 ENVIRON = {"HOME": "/home/someone", "KV_KEY": "set"}
 SIZE = {"cpu_bytes_to_use": 1 << 30}
@@ -609,7 +610,7 @@ def test_group_mixes_that_are_listed_start() -> None:
 
 
 def test_every_engine_rule_and_override_is_tested() -> None:
-    fatal = {rule.key for rule in module._ENGINE_RULES if rule.level == "refuse"}
+    fatal = {rule.key for rule in module.ENGINE_RULES if rule.level == "refuse"}
     assert fatal == {key for _, key, _ in UNSAFE}
     outside_the_engine = {"allow_unknown_weights", "allow_unproven_tier"}
     assert {override for _, _, override in UNSAFE} | outside_the_engine == set(OVERRIDES)
@@ -652,6 +653,12 @@ def test_markdown_command() -> None:
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
 
 
+def test_the_page_is_written_where_asked(tmp_path: Path) -> None:
+    path = tmp_path / "configuration.md"
+    assert main(["--write", str(path)]) == 0
+    assert path.read_text(encoding="utf-8") == options_markdown()
+
+
 def test_every_key_vllm_reads_is_known_by_name() -> None:
     read = {
         "cpu_bytes_to_use",
@@ -671,8 +678,16 @@ def test_every_key_vllm_reads_is_known_by_name() -> None:
     assert {name for name, option in OPTIONS.items() if option.origin == "vllm"} == read
 
 
-def test_the_module_imports_neither_vllm_nor_torch() -> None:
-    tree = ast.parse(Path(module.__file__).read_text())
+FILES = sorted(Path(module.__file__).parent.glob("*.py"))
+
+
+def test_the_modules_of_the_package_are_found() -> None:
+    assert {"__init__.py", "options.py", "facts.py"} <= {path.name for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_package_imports_neither_vllm_nor_torch(path: Path) -> None:
+    tree = ast.parse(path.read_text())
     names = {
         alias.name
         for node in ast.walk(tree)

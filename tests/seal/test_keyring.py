@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsafe.seal import keyfile
+from kvsafe.seal import keyfile, private
 from kvsafe.seal.keyfile import KeyFileError, from_environment, load_or_create, retire, rotate
 from kvsafe.seal.keyring import (
     MAX_KEYS,
@@ -270,14 +270,14 @@ def test_loser_of_the_race_reads_the_winners_file(
 ) -> None:
     """The winner writes between our look and our lock."""
     winner: list[Keyring] = []
-    real_lock = keyfile.PrivateFolder.lock
+    real_lock = private.PrivateFolder.lock
 
-    def late_lock(self: keyfile.PrivateFolder, name: str) -> Any:
-        monkeypatch.setattr(keyfile.PrivateFolder, "lock", real_lock)
+    def late_lock(self: private.PrivateFolder, name: str) -> Any:
+        monkeypatch.setattr(private.PrivateFolder, "lock", real_lock)
         winner.append(load_or_create(path))
         return real_lock(self, name)
 
-    monkeypatch.setattr(keyfile.PrivateFolder, "lock", late_lock)
+    monkeypatch.setattr(private.PrivateFolder, "lock", late_lock)
     assert load_or_create(path).active == winner[0].active
 
 
@@ -339,9 +339,9 @@ def test_left_over_of_a_dead_writer_is_replaced(path: Path) -> None:
 
 def test_lock_wait_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_or_create(path)
-    monkeypatch.setattr(keyfile, "LOCK_DEADLINE_S", 0.0)
+    monkeypatch.setattr(private, "LOCK_DEADLINE_S", 0.0)
     with (
-        keyfile.PrivateFolder(path.parent, KeyFileError, create=False) as folder,
+        private.PrivateFolder(path.parent, KeyFileError, create=False) as folder,
         folder.lock(path.name),
         pytest.raises(KeyFileError, match="still locked"),
     ):

@@ -14,7 +14,7 @@ from tests.tidy.tree import files, texts
 FOLDERS = ("wo" + "rk", "ro" + "ot", "ho" + "me", "fa" + "rm", "Use" + "rs")
 MACHINE_PATH = re.compile(rf"(?<![\w.}}/-])/(?:{'|'.join(FOLDERS)})/")
 # `/home/user` and the like are how a README says "your folder".
-EXAMPLE_PATH = re.compile(r"^/ho" + r"me/(?:user|you|me|alice|bob)\b")
+EXAMPLE_PATH = re.compile(r"^/ho" + r"me/(?:user|someone|you|me|alice|bob)\b")
 HOSTS = (
     "pypi." + "org",
     "python" + "hosted",
