@@ -7,6 +7,7 @@ chunk that a worker refused is withdrawn; a reset raises the epoch before anythi
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -27,6 +28,7 @@ from kvsafe.engine.counters import SEALED, STORES_FAILED, Counters
 from kvsafe.engine.epochs import EpochKeeper
 from kvsafe.engine.journal import RefusalJournal
 from kvsafe.engine.primary import SealedPrimaryTier
+from kvsafe.engine.sealwork import SealedBatch, SealWork
 from kvsafe.engine.station import Station
 from kvsafe.engine.transfer import ChunkFailure, SealedRowsSpec
 from kvsafe.engine.verdicts import Verdicts
@@ -58,6 +60,7 @@ class KVSafeManager(TieringOffloadingManager):
         counters: Counters,
         journal: RefusalJournal,
         verdicts: Verdicts,
+        threads: ThreadPoolExecutor,
     ) -> None:
         super().__init__(primary_tier=primary_tier, secondary_tiers=secondary_tiers)
         self.counters = counters
@@ -65,9 +68,12 @@ class KVSafeManager(TieringOffloadingManager):
         self._epochs = epochs
         self._journal = journal
         self._verdicts = verdicts
+        self._threads = threads
+        self._seals = SealWork(threads)
         self._issued: dict[OffloadKey, IssuedStore | Refusal] = {}
         self._lost: Counter[OffloadKey] = Counter()
-        self._sealer: HeaderSealer | None = None
+        # Now, not at the first store: documents that do not fit a header must stop the start.
+        self._sealer: HeaderSealer = station.header_sealer()
 
     def lookup(
         self,
@@ -107,9 +113,7 @@ class KVSafeManager(TieringOffloadingManager):
         vLLM asserts here. Nothing pins a chunk between `lookup` and `prepare_load`, and a
         lookup of another group of the same request may promote into its row.
         """
-        present = [
-            key for key in keys if self.primary_tier.lookup(key, req_context) is LookupResult.HIT
-        ]
+        present = self.primary_tier.ready(keys)
         if len(present) == len(keys):
             return super().prepare_load(keys, req_context)
         lost = [key for key in keys if key not in present]
@@ -162,9 +166,57 @@ class KVSafeManager(TieringOffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Seal what all workers have written; what cannot be sealed never becomes ready."""
-        sealed = [key for key in keys if self._seal(key)] if success else []
-        failed = [key for key in keys if key not in sealed]
+        """Hand what all workers have written over to be sealed; it becomes ready after that."""
+        if success:
+            self._seals.submit(keys, req_context, self._seal_one)
+        else:
+            self._finish_store((), keys, req_context)
+
+    def _seal_one(self, key: OffloadKey) -> Refusal | None:
+        # In a proof thread. The row cannot be given away meanwhile: it is not ready, and a
+        # reset waits for the batch.
+        issued = self._issued.get(key)
+        row = self.primary_tier.row_of(key)
+        region = self._station.region
+        if issued is None or row is None or region is None:
+            return Refusal.of(RefusalKind.FENCE, "row", "the row of this store", "none")
+        if isinstance(issued, Refusal):
+            return issued
+        present = region.ledger.generation(row)
+        if present != issued.generation:
+            return Refusal.of(RefusalKind.FENCE, "generation", present, issued.generation)
+        return self._sealer.seal(
+            region.row(row), key, issued.epoch, issued.generation, issued.coverage
+        )
+
+    def _collect_seals(self, batches: Iterable[SealedBatch]) -> None:
+        """Make ready what was sealed and drop what was not."""
+        for batch in batches:
+            failed = {**self._overtaken(batch.keys), **batch.refusals}
+            for key, refusal in failed.items():
+                self.counters.refused(refusal, HOST_TIER)
+                self._journal.note(refusal, key, HOST_TIER)
+            sealed = [key for key in batch.keys if key not in failed]
+            self._finish_store(sealed, failed, batch.req_context)
+
+    def _overtaken(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, Refusal]:
+        """Stores whose epoch passed before they were ready: sealed, but never to be served."""
+        present = self._epochs.epoch if self._epochs.certain else -1
+        found = {}
+        for key in keys:
+            issued = self._issued.pop(key, None)
+            if isinstance(issued, IssuedStore) and issued.epoch != present:
+                found[key] = Refusal.of(RefusalKind.FENCE, "epoch", present, issued.epoch)
+        return found
+
+    def _finish_store(
+        self,
+        sealed: Collection[OffloadKey],
+        failed: Collection[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        for key in failed:
+            self._issued.pop(key, None)
         if failed:
             self.counters.add(STORES_FAILED, len(failed))
         if not sealed:
@@ -173,8 +225,28 @@ class KVSafeManager(TieringOffloadingManager):
         if failed:
             # One call per store to super(): it counts calls. The rest goes to the tier itself.
             self.primary_tier.complete_store(failed, req_context, success=False)
+        self.counters.add(SEALED, len(sealed))
         super().complete_store(sealed, req_context, success=True)
         self.counters.stored(len(sealed))
+
+    def _maybe_process_finished_jobs(self) -> None:
+        """Once per step: what was sealed meanwhile, then what tiers have finished."""
+        if self._seals and not self._processed_jobs_this_step:
+            self._collect_seals(self._seals.finished())
+        super()._maybe_process_finished_jobs()
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping."""
+        return bool(self._seals) or bool(super().has_pending_work())
+
+    def settle(self) -> None:
+        """Wait until every store that was completed is sealed and accounted for."""
+        self._collect_seals(self._seals.drain())
+
+    def shutdown(self) -> None:
+        """End proofs before the rows go away, then everything else."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        super().shutdown()
 
     def fail_chunks(self, failures: Iterable[ChunkFailure]) -> None:
         """Withdraw chunks that a worker refused; they are not offered again from here."""
@@ -186,6 +258,8 @@ class KVSafeManager(TieringOffloadingManager):
 
     def reset_cache(self) -> None:
         """Forget every chunk (the epoch was raised before, by the connector)."""
+        # Sealing must not touch a row that is about to mean something else.
+        self.settle()
         super().reset_cache()
         self._issued.clear()
         self._lost.clear()
@@ -197,31 +271,3 @@ class KVSafeManager(TieringOffloadingManager):
         if theirs is not None:
             stats.aggregate(theirs)
         return stats
-
-    def _seal(self, key: OffloadKey) -> bool:
-        refusal = self._try_seal(key)
-        if refusal is None:
-            self.counters.add(SEALED)
-            return True
-        self.counters.refused(refusal, HOST_TIER)
-        self._journal.note(refusal, key, HOST_TIER)
-        return False
-
-    def _try_seal(self, key: OffloadKey) -> Refusal | None:
-        issued = self._issued.pop(key, None)
-        row = self.primary_tier.row_of(key)
-        region = self._station.region
-        if issued is None or row is None or region is None:
-            return Refusal.of(RefusalKind.FENCE, "row", "the row of this store", "none")
-        if isinstance(issued, Refusal):
-            return issued
-        present = (region.ledger.generation(row), self._epochs.epoch)
-        if present != (issued.generation, issued.epoch):
-            return Refusal.of(
-                RefusalKind.FENCE, "generation, epoch", present, (issued.generation, issued.epoch)
-            )
-        if self._sealer is None:
-            self._sealer = self._station.header_sealer()
-        return self._sealer.seal(
-            region.row(row), key, issued.epoch, issued.generation, issued.coverage
-        )

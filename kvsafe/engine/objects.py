@@ -6,7 +6,7 @@ the front of a longer file. Its lookup thread is replaced by one that takes only
 files of exactly one row; anything else is refused there, before a load can touch it.
 """
 
-import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterable
@@ -100,9 +100,18 @@ class FsObjects:
         return True
 
     def _move_aside(self, path: str, refusal: Refusal) -> None:
-        self._aside.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_aside()
         target = self._aside / f"{refusal.number}-{Path(path).name}"
         os.replace(path, target)
+
+    def _make_aside(self) -> None:
+        """A folder of our own that nobody else can look into; a link is not taken for it."""
+        self._aside.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = os.lstat(self._aside)
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+            raise NotADirectoryError(errno.ENOTDIR, f"{QUARANTINE_FOLDER} is not our folder")
+        if info.st_mode & 0o077:
+            os.chmod(self._aside, 0o700)
 
     def _refusal(self, info: os.stat_result) -> Refusal | None:
         if not stat.S_ISREG(info.st_mode):
@@ -140,5 +149,4 @@ def _remove(path: str) -> None:
         os.unlink(path)
     except IsADirectoryError:
         # Never delete a tree on the word of a name: an empty folder goes, others stay.
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
+        os.rmdir(path)

@@ -86,6 +86,15 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         since = self._pending_since.get(key)
         return 0.0 if since is None else time.monotonic() - since
 
+    def ready(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Those of the keys that are ready and not withdrawn."""
+        get, withdrawn = self._policy.get, self._withdrawn
+        return [
+            key
+            for key in keys
+            if (chunk := get(key)) is not None and chunk.ref_cnt >= 0 and key not in withdrawn
+        ]
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """vLLM's answer, except that a withdrawn chunk is a miss while it is still pinned."""
         if self._withdrawn and key in self._withdrawn:

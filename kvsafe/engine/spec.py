@@ -82,7 +82,6 @@ class KVSafeSpec(TieringOffloadingSpec):
         self._foreign = assembly.foreign
         self._fail_loads = assembly.fail_loads
         self._lay_out_rows()
-        self._threads: ThreadPoolExecutor | None = None
         self.epochs: EpochKeeper | None = None
 
     @property
@@ -131,19 +130,21 @@ class KVSafeSpec(TieringOffloadingSpec):
             config.suite,
             epochs.epoch,
         )
-        return KVSafeManager(primary, tiers, station, epochs, counters, journal, desk.verdicts)
+        return KVSafeManager(
+            primary, tiers, station, epochs, counters, journal, desk.verdicts, desk.threads
+        )
 
     def _proof_desk(
         self, epochs: EpochKeeper, counters: Counters, journal: RefusalJournal
     ) -> ProofDesk:
         station = self.station
         setting = station.seal_setting
-        self._threads = ThreadPoolExecutor(
+        threads = ThreadPoolExecutor(
             station.config.verify_threads, thread_name_prefix="kvsafe-proof"
         )
         names = ObjectNames(station.suite, station.keyring, setting.identity_digest, self._foreign)
         verdicts = Verdicts(active=self._fail_loads)
-        return ProofDesk(station, epochs, counters, journal, names, verdicts, self._threads)
+        return ProofDesk(station, epochs, counters, journal, names, verdicts, threads)
 
     def _build_tiers(self, rows: memoryview, desk: ProofDesk) -> list[SecondaryTierManager]:
         tiers: list[SecondaryTierManager] = []

@@ -226,9 +226,11 @@ class ProvingTier(SecondaryTierManager):
             refusal = self._open(key, row)
         except Exception as exc:  # a proof that cannot run is a refusal, never a hung promotion
             refusal = Refusal.of(RefusalKind.COPY_FAULT, "proof", "an answer", type(exc).__name__)
-        if refusal is not None and self._store is not None:
-            self._quarantine(key, refusal)
-        self._proofs.put((job_id, key, refusal))
+        try:
+            if refusal is not None:
+                self._quarantine(key, refusal)
+        finally:
+            self._proofs.put((job_id, key, refusal))
 
     def _open(self, key: OffloadKey, row: int) -> Refusal | None:
         station, counters = self._desk.station, self._desk.counters

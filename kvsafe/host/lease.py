@@ -21,9 +21,14 @@ GATE_WAIT_S = 30.0
 
 _POLL_S = 0.01
 REGION_SUFFIX = ".rows"
+_GATE_HELP = "remove it, and see who made it; the folder must be writable for this user"
 
 
-class GateTimeout(RuntimeError):
+class GateError(RuntimeError):
+    """The region gate cannot be used; the text says why."""
+
+
+class GateTimeout(GateError):
     """Another process of this user held the region gate for too long."""
 
 
@@ -34,10 +39,19 @@ def region_prefix() -> str:
 
 @contextlib.contextmanager
 def region_gate(folder: Path, wait_s: float = GATE_WAIT_S) -> Iterator[None]:
-    """Hold the gate of this user's regions in `folder`. Raises `GateTimeout`."""
+    """Hold the gate of this user's regions in `folder`.
+
+    Raises `GateTimeout`, or `GateError` when something that is not ours stands in its place.
+    """
     path = folder / f"kvsafe-{os.getuid()}.gate"
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as exc:
+        raise GateError(f"{path} cannot be opened ({exc.strerror}): {_GATE_HELP}") from exc
+    try:
+        if not is_own_file(fd):
+            raise GateError(f"{path} is not a file of this user: {_GATE_HELP}")
         _lock_within(fd, wait_s, path)
         yield
     finally:
@@ -64,8 +78,33 @@ def hold(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
+def is_own_file(fd: int) -> bool:
+    """Whether `fd` is a regular file that belongs to this user."""
+    info = os.fstat(fd)
+    return stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
+
+
+def unlink_if_same(path: Path, fd: int) -> None:
+    """Unlink `path` if it still names the file behind `fd`, and not a later one.
+
+    A name can be forgotten and used again by a restart of the same launch while a process
+    of the first one lives on.
+    """
+    own = os.fstat(fd)
+    try:
+        named = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino):
+        path.unlink(missing_ok=True)
+
+
 def is_last_holder(fd: int) -> bool:
-    """Whether nobody else is alive on the region behind `fd` (call inside the gate)."""
+    """Whether nobody else is alive on the region behind `fd` (call inside the gate).
+
+    False gives up this process's own hold, as a failed conversion of a lock does: ask only
+    when about to let go.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -76,8 +115,8 @@ def is_last_holder(fd: int) -> bool:
 def sweep_dead_regions(folder: Path) -> list[str]:
     """Remove regions of this user that no process holds; call inside the gate.
 
-    Returns the names that were removed. Files of other users, links and anything that is
-    not a regular file are left alone.
+    Returns the names that were removed. Files of other users, links, anything that is not
+    a regular file and what cannot be removed are left alone.
     """
     removed = []
     for name in sorted(os.listdir(folder)):
@@ -94,12 +133,11 @@ def _remove_if_dead(path: Path) -> bool:
     except OSError:
         return False
     try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
-            return False
-        if not is_last_holder(fd):
+        if not is_own_file(fd) or not is_last_holder(fd):
             return False
         path.unlink(missing_ok=True)
         return True
+    except OSError:
+        return False
     finally:
         os.close(fd)

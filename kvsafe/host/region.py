@@ -21,11 +21,14 @@ from pathlib import Path
 
 from kvsafe.host.lease import (
     REGION_SUFFIX,
+    GateError,
     hold,
     is_last_holder,
+    is_own_file,
     region_gate,
     region_prefix,
     sweep_dead_regions,
+    unlink_if_same,
 )
 from kvsafe.host.ledger import Ledger, ledger_bytes
 
@@ -34,8 +37,7 @@ PAGE = mmap.PAGESIZE
 _MAGIC = b"kvsrows1"
 _FRONT = struct.Struct("<8sQQQQ32s")
 _NOTE = struct.Struct("<I32s")
-_EPOCH = struct.Struct("<Q")
-_EPOCH_AT = 128  # in page 0, behind the front
+_EPOCH_AT = 128  # in page 0, behind the front; one aligned word, so that no reader sees half
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the constant is missing from mmap on Python 3.11
 
 
@@ -88,13 +90,14 @@ class HostRegion:
         body = self.memory[shape.rows_offset : shape.total_bytes]
         self.rows = body.cast("B", shape=[shape.num_rows, shape.row_bytes])
         self.ledger = Ledger(self.memory[shape.ledger_offset :], shape.num_rows)
+        self._epoch = self.memory[_EPOCH_AT : _EPOCH_AT + 8].cast("Q")
 
     @classmethod
     def open(cls, launch: str, shape: RegionShape, folder: Path = SHARED_MEMORY) -> "HostRegion":
         """Create the region of this launch, or join it if another process has.
 
         Raises `RegionError` when memory is short or when the region that is there has
-        another shape, `GateTimeout` when the gate cannot be had.
+        another shape or is not ours, `GateError` when the gate cannot be had.
         """
         _check_shape(shape)
         token = hashlib.sha256(launch.encode()).digest()
@@ -111,7 +114,7 @@ class HostRegion:
                 region = cls(path, fd, shape, created)
             except BaseException:
                 if created:
-                    path.unlink(missing_ok=True)
+                    unlink_if_same(path, fd)
                 os.close(fd)
                 raise
             if created:
@@ -120,22 +123,31 @@ class HostRegion:
         return region
 
     def row(self, index: int) -> memoryview:
-        """Row `index` as uint8 of `row_bytes`."""
+        """Row `index` as uint8 of `row_bytes`.
+
+        Raises `IndexError` outside the rows and `RegionError` when the region was closed: what
+        is not a row must never be taken for the bytes of one.
+        """
+        if self._fd is None:
+            raise RegionError("the region is closed")
+        if not 0 <= index < self.shape.num_rows:
+            raise IndexError(f"row {index} of {self.shape.num_rows}")
         start = self.shape.rows_offset + index * self.shape.row_bytes
         return self.memory[start : start + self.shape.row_bytes]
 
     @property
     def epoch(self) -> int:
         """The epoch that the scheduler side last announced to all processes."""
-        return int(_EPOCH.unpack_from(self.memory, _EPOCH_AT)[0])
+        return int(self._epoch[0])
 
     def announce_epoch(self, value: int) -> None:
         """Tell every process of this engine the present epoch (scheduler side only)."""
-        _EPOCH.pack_into(self.memory, _EPOCH_AT, value)
+        self._epoch[0] = value
 
     def register_worker(self, rank: int, document: bytes) -> None:
         """Leave the geometry that worker `rank` found, for the scheduler side to read."""
         limit = PAGE - _NOTE.size
+        self._check_rank(rank)
         if len(document) > limit:
             raise RegionError(f"geometry of worker {rank}: {len(document)} bytes, at most {limit}")
         start = PAGE * (1 + rank)
@@ -146,6 +158,7 @@ class HostRegion:
 
     def registration(self, rank: int) -> bytes | None:
         """What worker `rank` has registered, or None if it has not (completely) yet."""
+        self._check_rank(rank)
         start = PAGE * (1 + rank)
         length, digest = _NOTE.unpack_from(self.memory, start)
         if not 0 < length <= PAGE - _NOTE.size:
@@ -160,25 +173,33 @@ class HostRegion:
         From then on no way to die, kill -9 included, leaves the memory behind, and no other
         process can open it by name.
         """
-        self.path.unlink(missing_ok=True)
+        if self._fd is not None:
+            unlink_if_same(self.path, self._fd)
 
     def close(self) -> None:
-        """Let go; the last process to do so removes the file. May be called twice."""
+        """Let go; the last process to do so removes the file. May be called twice.
+
+        The memory is unmapped when the last view of it is gone, and no earlier: a tensor over
+        it keeps no buffer lock, so unmapping here would turn its next access into a crash. If
+        the gate cannot be had the file stays, and the next start sweeps it.
+        """
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
         self.ledger.release()
-        self.rows.release()
-        self.memory.release()
-        # A tensor or a tier may still hold a view; the mapping then goes with the process.
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        self._epoch.release()
+        self.memory = self.rows = _released()
+        del self._map
         try:
-            with region_gate(self.path.parent):
+            with contextlib.suppress(GateError, OSError), region_gate(self.path.parent):
                 if is_last_holder(fd):
-                    self.path.unlink(missing_ok=True)
+                    unlink_if_same(self.path, fd)
         finally:
             os.close(fd)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.shape.workers:
+            raise RegionError(f"worker {rank}: the region was made for {self.shape.workers}")
 
     def _write_front(self, token: bytes) -> None:
         shape = self.shape
@@ -201,6 +222,13 @@ class HostRegion:
             self._map.madvise(_MADV_POPULATE_WRITE)
 
 
+def _released() -> memoryview:
+    """A view that refuses every use, to stand where a closed region's memory was."""
+    view = memoryview(b"")
+    view.release()
+    return view
+
+
 def _check_shape(shape: RegionShape) -> None:
     if shape.num_rows < 1:
         raise RegionError(
@@ -216,14 +244,23 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
     try:
         return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
     except FileExistsError:
-        return os.open(path, flags), False
+        pass
+    try:
+        fd = os.open(path, flags | os.O_NONBLOCK)
+    except OSError as exc:
+        raise RegionError(f"{path} cannot be joined: {exc.strerror}") from exc
+    if not is_own_file(fd):
+        os.close(fd)
+        raise RegionError(f"{path} has the name of this launch but is not a file of this user")
+    return fd, False
 
 
 def _reserve(fd: int, shape: RegionShape, folder: Path) -> None:
     """Take the memory now: running out later would be a bus error in mid-copy."""
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
-    if shape.total_bytes > free:
+    # A tmpfs without a limit reports no blocks at all.
+    if space.f_blocks and shape.total_bytes > free:
         raise RegionError(_no_space(shape, folder, free))
     try:
         os.posix_fallocate(fd, 0, shape.total_bytes)

@@ -85,7 +85,7 @@ def decode(data: bytes | bytearray | memoryview, *, limit: int) -> object:
 
 
 def _check(value: object, depth: int) -> None:
-    if depth < 0:
+    if depth == 0 and isinstance(value, list | tuple | dict):
         raise CborError("nested too deeply")
     if value is None or isinstance(value, bool | float | str | bytes):
         return

@@ -71,8 +71,13 @@ def read_record(row: Bytes, offset: int) -> WriterRecord:
 
 
 def bitmap(slots: int, written: range | tuple[int, ...] | list[int]) -> bytes:
-    """Coverage bitmap of `slots` bits, least significant bit first, with `written` set."""
+    """Coverage bitmap of `slots` bits, least significant bit first, with `written` set.
+
+    Raises `ValueError` for a slot that the chunk does not have.
+    """
     bits = bytearray(-(-slots // 8))
     for slot in written:
+        if not 0 <= slot < slots:
+            raise ValueError(f"slot {slot} of {slots}")
         bits[slot >> 3] |= 1 << (slot & 7)
     return bytes(bits)

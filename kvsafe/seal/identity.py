@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeGuard
 
 from kvsafe.seal.cbor import CborError, decode, encode
 from kvsafe.seal.refusal import bounded
@@ -139,14 +140,14 @@ def _is_tree(value: object, depth: int = _TREE_DEPTH) -> bool:
     return _is_scalar(value)
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     # The exact type: an enum member would encode as a number and print as a name.
     return type(value) is int
 
 
 _KINDS: dict[str, Callable[[object], bool]] = {
     "text": lambda value: isinstance(value, str) and _is_scalar(value),
-    "count": lambda value: _is_int(value) and 0 <= value < 2**63,  # type: ignore[operator]
+    "count": lambda value: _is_int(value) and 0 <= value < 2**63,
     "flag": lambda value: isinstance(value, bool),
     "number": lambda value: (_is_int(value) or isinstance(value, float)) and _is_scalar(value),
     "digest": lambda value: isinstance(value, bytes) and len(value) == 32,

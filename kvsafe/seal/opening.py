@@ -33,7 +33,7 @@ from kvsafe.seal.layout import (
 )
 from kvsafe.seal.layout import Slice as WriterSlice
 from kvsafe.seal.refusal import Refusal, RefusalKind
-from kvsafe.seal.sealing import slice_context
+from kvsafe.seal.sealing import require_suite, slice_context
 from kvsafe.seal.suites import TAG_BYTES, Suite, tags_equal
 
 
@@ -51,6 +51,7 @@ class Expectation:
     _zeros: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        require_suite(self.suite, self.keyring)
         object.__setattr__(self, "geometry_digest", self.suite.digest(self.geometry_document))
         layout = self.layout
         longest = max(layout.header_bytes, layout.row_bytes - layout.payload_bytes)
@@ -100,17 +101,26 @@ class Opener:
         outer = read_outer(row, want.suite, want.keyring)
         if isinstance(outer, Refusal):
             return outer
-        fixed, spans, _ = outer
+        fixed, spans, head = outer
         header = Header(
             fixed,
-            bytes(row[spans.key : spans.coverage]),
-            bytes(row[spans.coverage : spans.identity]),
+            head[spans.key : spans.coverage],
+            head[spans.coverage : spans.identity],
             tuple(
-                read_record(row, spans.records + RECORD.size * index)
+                read_record(head, spans.records + RECORD.size * index)
                 for index in range(fixed.writers)
             ),
         )
-        return self._judge(row, header, spans, key, epoch, wanted) or header
+        return (
+            _check_key(header, key)
+            or _check_epoch(fixed.epoch, epoch)
+            or self._check_identity(head, fixed, spans)
+            or self._check_geometry(head, fixed, spans, len(row))
+            or self._check_writers(header)
+            or _check_coverage(header, wanted)
+            or self._check_padding(row, head, spans)
+            or header
+        )
 
     def open_slice(self, row: memoryview, header: Header, index: int) -> Refusal | None:
         """Step 10 for the slice of one writer (by index in the layout)."""
@@ -140,51 +150,28 @@ class Opener:
             tag[:8],
         )
 
-    def _judge(
-        self,
-        row: memoryview,
-        header: Header,
-        spans: Spans,
-        key: bytes,
-        epoch: int,
-        wanted: Iterable[int],
-    ) -> Refusal | None:
-        return (
-            _check_key(header, key)
-            or _check_epoch(header.fixed.epoch, epoch)
-            or self._check_identity(row, header.fixed, spans)
-            or self._check_geometry(row, header.fixed, spans)
-            or self._check_writers(header)
-            or _check_coverage(header, wanted)
-            or self._check_padding(row, spans)
-        )
-
-    def _check_identity(self, row: memoryview, fixed: FixedPart, spans: Spans) -> Refusal | None:
+    def _check_identity(self, head: bytes, fixed: FixedPart, spans: Spans) -> Refusal | None:
         want = self._want
-        document = row[spans.identity : spans.geometry]
+        document = head[spans.identity : spans.geometry]
         if fixed.identity_digest == want.identity_digest and document == want.identity_document:
             return None
-        return explain_identity(
-            want.suite, want.identity_document, bytes(document), fixed.identity_digest
-        )
+        return explain_identity(want.suite, want.identity_document, document, fixed.identity_digest)
 
-    def _check_geometry(self, row: memoryview, fixed: FixedPart, spans: Spans) -> Refusal | None:
+    def _check_geometry(
+        self, head: bytes, fixed: FixedPart, spans: Spans, row_bytes: int
+    ) -> Refusal | None:
         want, layout = self._want, self._want.layout
-        shape = (fixed.header_bytes, fixed.payload_bytes, fixed.slots, len(row))
-        live = (
-            layout.header_bytes,
-            layout.payload_bytes,
-            layout.slots,
-            layout.row_bytes,
-        )
-        names = ("header_bytes", "payload_bytes", "slots", "row_bytes")
-        for name, found, expected in zip(names, shape, live, strict=True):
-            if found != expected:
-                return Refusal.of(RefusalKind.GEOMETRY, name, expected, found)
-        document = row[spans.geometry : spans.filler]
+        shape = (fixed.header_bytes, fixed.payload_bytes, fixed.slots, row_bytes)
+        live = (layout.header_bytes, layout.payload_bytes, layout.slots, layout.row_bytes)
+        if shape != live:
+            names = ("header_bytes", "payload_bytes", "slots", "row_bytes")
+            name = next(n for n, a, b in zip(names, live, shape, strict=True) if a != b)
+            index = names.index(name)
+            return Refusal.of(RefusalKind.GEOMETRY, name, live[index], shape[index])
+        document = head[spans.geometry : spans.filler]
         if fixed.geometry_digest == want.geometry_digest and document == want.geometry_document:
             return None
-        return _explain_geometry(want, bytes(document), fixed.geometry_digest)
+        return _explain_geometry(want, document, fixed.geometry_digest)
 
     def _check_writers(self, header: Header) -> Refusal | None:
         slices = self._want.layout.slices
@@ -195,22 +182,23 @@ class Opener:
                 return refusal
         return None
 
-    def _check_padding(self, row: memoryview, spans: Spans) -> Refusal | None:
+    def _check_padding(self, row: memoryview, head: bytes, spans: Spans) -> Refusal | None:
+        # As bytes: comparing memoryviews goes element by element and costs more than the tag.
         layout = self._want.layout
-        tail = layout.header_bytes + layout.payload_bytes
-        for name, start, end in (
-            ("filler", spans.filler, spans.records),
-            ("tail", tail, layout.row_bytes),
-        ):
-            if row[start:end] != self._want.zeros(end - start):
+        tail = bytes(row[layout.header_bytes + layout.payload_bytes : layout.row_bytes])
+        for name, padding in (("filler", head[spans.filler : spans.records]), ("tail", tail)):
+            if padding != self._want.zeros(len(padding)):
                 return Refusal.of(RefusalKind.PADDING, name, "zero bytes", "other bytes")
         return None
 
 
 def read_outer(
     row: memoryview, suite: Suite, keyring: Keyring
-) -> tuple[FixedPart, Spans, SealKey] | Refusal:
+) -> tuple[FixedPart, Spans, bytes] | Refusal:
     """Steps 1 to 4 without any expectation of an engine: is this an authentic header?
+
+    Returns its fixed part, the places of its variable parts, and a copy of its bytes: what
+    was checked is what is used, also if the row changes meanwhile.
 
     Used by `open_header` and by tools that look at chunks of unknown engines.
     """
@@ -225,10 +213,11 @@ def read_outer(
     spans = _check_lengths(fixed, len(row))
     if isinstance(spans, Refusal):
         return spans
-    tag = suite.tag(keyring.subkey(seal_key, "header"), row[: spans.tag])
-    if not tags_equal(tag, row[spans.tag : spans.tag + TAG_BYTES]):
+    head = bytes(row[: fixed.header_bytes])
+    tag = suite.tag(keyring.subkey(seal_key, "header"), memoryview(head)[: spans.tag])
+    if not tags_equal(tag, head[spans.tag :]) or read_fixed(head) != fixed:
         return Refusal.of(RefusalKind.HEADER_TAG, "header tag", "the tag of these bytes", "another")
-    return fixed, spans, seal_key
+    return fixed, spans, head
 
 
 def explain_identity(suite: Suite, expected: bytes, found: bytes, found_digest: bytes) -> Refusal:
@@ -366,18 +355,15 @@ def first_difference(name: str, ours: object, theirs: object) -> tuple[str, obje
         for key in sorted(set(ours) | set(theirs)):
             if ours.get(key) != theirs.get(key):
                 return first_difference(f"{name}.{key}", ours.get(key), theirs.get(key))
-    if _both_lists(ours, theirs):
-        for index, (left, right) in enumerate(zip(ours, theirs, strict=False)):  # type: ignore[call-overload]
-            if left != right:
-                return first_difference(f"{name}[{index}]", left, right)
+    left, right = _items(ours), _items(theirs)
+    if left is not None and right is not None and len(left) == len(right):
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            if one != other:
+                return first_difference(f"{name}[{index}]", one, other)
     return name, ours, theirs
 
 
-def _both_lists(ours: object, theirs: object) -> bool:
-    return (
-        isinstance(ours, Sequence)
-        and isinstance(theirs, Sequence)
-        and not isinstance(ours, str | bytes)
-        and not isinstance(theirs, str | bytes)
-        and len(ours) == len(theirs)
-    )
+def _items(value: object) -> Sequence[object] | None:
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return value
+    return None

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 from kvsafe.seal.header import FixedPart, WriterRecord, read_record
 from kvsafe.seal.keyring import Keyring
-from kvsafe.seal.layout import FIXED, FORMAT_VERSION, MAGIC, RECORD, RowLayout, Slice
+from kvsafe.seal.layout import (
+    FIXED,
+    FORMAT_VERSION,
+    MAGIC,
+    MAX_KEY_BYTES,
+    RECORD,
+    LayoutError,
+    RowLayout,
+    Slice,
+    coverage_bytes,
+)
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.seal.suites import TAG_BYTES, Suite
 
@@ -31,6 +41,15 @@ def slice_context(
     return head + numbers + identity_digest + key
 
 
+def require_suite(suite: Suite, keyring: Keyring) -> None:
+    """Raises `ValueError` when the ring was made for another suite.
+
+    Else public subkeys could make tags that pass for keyed ones.
+    """
+    if keyring.suite != suite.label:
+        raise ValueError(f"suite {suite.label} with a key ring of suite {keyring.suite}")
+
+
 @dataclass(frozen=True, slots=True)
 class SealSetting:
     """What is the same for every chunk that this engine seals."""
@@ -40,6 +59,9 @@ class SealSetting:
     layout: RowLayout
     identity_document: bytes
     identity_digest: bytes
+
+    def __post_init__(self) -> None:
+        require_suite(self.suite, self.keyring)
 
 
 class SliceSealer:
@@ -78,6 +100,7 @@ class HeaderSealer:
     """The scheduler side's half: check the records and close the header."""
 
     def __init__(self, setting: SealSetting, geometry_document: bytes) -> None:
+        """Raises `LayoutError` when the documents leave no room for a key in the header."""
         self._setting = setting
         self._layout = setting.layout
         self._subkey = setting.keyring.subkey(setting.keyring.active, "header")
@@ -90,6 +113,13 @@ class HeaderSealer:
         self._tail = memoryview(
             bytes(layout.row_bytes - layout.header_bytes - layout.payload_bytes)
         )
+        used = FIXED.size + coverage_bytes(layout.slots) + len(self._documents)
+        self._key_room = min(self._records_at - used, MAX_KEY_BYTES)
+        if self._key_room < 1:
+            raise LayoutError(
+                f"geometry document of {len(geometry_document)} bytes: too long by "
+                f"{1 - self._key_room} for a header of {layout.header_bytes}"
+            )
 
     def seal(
         self, row: memoryview, key: bytes, epoch: int, generation: int, coverage: bytes
@@ -97,8 +127,13 @@ class HeaderSealer:
         """Close the header of `row`, or say which writer's record is missing.
 
         `generation` is the number of the present allocation of the row; a record that
-        carries another one was left by an earlier use and does not count.
+        carries another one was left by an earlier use and does not count. Raises
+        `LayoutError` for a key or a coverage that does not fit the layout.
         """
+        if not 1 <= len(key) <= self._key_room:
+            raise LayoutError(f"key of {len(key)} bytes, room for {self._key_room}")
+        if len(coverage) != coverage_bytes(self._layout.slots):
+            raise LayoutError(f"coverage of {len(coverage)} bytes for {self._layout.slots} slots")
         for index, place in enumerate(self._layout.slices):
             record = read_record(row, self._layout.record_offset(index))
             if refusal := _check_record(record, place, generation):

@@ -2,6 +2,7 @@
 """The copier over the CPU engine: bytes, refusals, faults, order and shutdown."""
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from kvsafe.device import (
     CopyFault,
     CopyOutcome,
     CopyPlan,
+    CopyTask,
     CpuEngine,
+    DeviceTensor,
     Geometry,
     GeometryError,
+    HostPool,
     RowPlan,
     RowWindow,
     SliceProof,
@@ -25,6 +29,7 @@ from kvsafe.device import (
     cpu_copier,
 )
 from kvsafe.device.cpu import PIECE_BYTES
+from kvsafe.device.work import TaskDone
 
 from .proofs import Gate, ScriptedProof, raising
 from .stream_double import StepPool
@@ -383,6 +388,43 @@ def test_unusable_geometry_or_window_never_makes_a_copier() -> None:
         cpu_copier(Geometry(geometry.tensors, (), 2), window, None)
     with pytest.raises(GeometryError):
         cpu_copier(simple_geometry(span=3), window, None)
+
+
+class HastyEngine(CpuEngine):
+    """Finishes the first task, then says that it could not start."""
+
+    def start(self, tasks: Sequence[CopyTask], done: TaskDone) -> None:
+        done(tasks[0], None, 7)
+        raise OSError
+
+
+def test_engine_that_fails_half_way_ends_each_row_once() -> None:
+    geometry = simple_geometry()
+    window = window_for(geometry)
+    copier = Copier(geometry, window, HastyEngine(geometry, window, None, pool=StepPool()))
+    copier.submit(CopyPlan(1, LOAD, (row(0, 1), row(1, 2))))
+    (outcome,) = copier.poll()
+    assert outcome.failures == ((row(1, 2), CopyFault("start", "OSError")),)
+    assert outcome.bytes == 7
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_pool_thread_outlives_its_actions(error: type[BaseException]) -> None:
+    pool = HostPool(1, "test")
+    ran = threading.Event()
+    pool.submit(raising(error))  # type: ignore[arg-type]
+    pool.submit(ran.set)
+    assert ran.wait(20)
+    assert pool.close(20)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(ran.set)
+
+
+def test_cpu_engine_refuses_other_devices() -> None:
+    geometry = simple_geometry()
+    away = DeviceTensor(torch.zeros((8, 16), dtype=torch.int8, device="meta"), 16, ("a",))
+    with pytest.raises(ValueError, match="cannot copy meta"):
+        CpuEngine(Geometry((away,), geometry.groups, 2), window_for(geometry), None)
 
 
 def test_pool_needs_a_thread() -> None:

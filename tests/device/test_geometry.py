@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvsafe.device import DeviceTensor, Geometry, GeometryError, GroupRef
@@ -145,6 +145,9 @@ def all_bytes(item: StridedBytes) -> set[int]:
 
 
 @given(strided_sets(), strided_sets(), st.booleans())
+@example(StridedBytes(0, 10, 2, 3), StridedBytes(12, 4, 1, 2), False)  # page -3 would overlap
+@example(StridedBytes(12, 4, 1, 2), StridedBytes(0, 10, 2, 3), False)
+@settings(max_examples=300)
 def test_overlap_is_exact(left: StridedBytes, right: StridedBytes, same: bool) -> None:
     if same:
         page = min(right.page, left.stride)

@@ -3,12 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.engine import Nursery
+from tests.engine.cases import Bench
+from tests.support import models
+from tests.support.engine import Engine, EngineGone, Nursery, Place, prompt
+
+_SEEDS = itertools.count(1)
+
+BENCHES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model": models.qwen3},
+    "qwen3-fail": {"model": models.qwen3, "policy": "fail"},
+    "qwen3-2-arc": {
+        "model": models.qwen3,
+        "extra": {"blocks_per_chunk": 2, "eviction_policy": "arc"},
+    },
+    "gemma3": {"model": models.gemma3},
+    "gemma3-2": {"model": models.gemma3, "extra": {"blocks_per_chunk": 2}},
+    "mla": {"model": models.deepseek_mla, "extra": {"eviction_policy": "arc"}},
+    "mla-2": {"model": models.deepseek_mla, "extra": {"blocks_per_chunk": 2}},
+}
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +39,52 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="session")
+def benches(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Engines by name, started when first asked for; a dead one is replaced."""
+    running: dict[str, Bench] = {}
+
+    def get(name: str) -> Bench:
+        bench = running.get(name)
+        if bench is None or not bench.alive:
+            running[name] = bench = _start(nursery, tmp_path_factory.mktemp(name), name)
+        return bench
+
+    yield get
+    for bench in running.values():
+        bench.engine.stop()
+
+
+def _start(nursery: Nursery, root: Path, name: str) -> Bench:
+    chosen = BENCHES[name]
+    place = Place(root, chosen.get("extra", {}))
+    engine = nursery.engine()
+    settings = place.settings(chosen.get("policy", "recompute"))
+    engine.start(chosen["model"](), kv_transfer_config=settings)
+    return Bench(name, engine, place, engine.do("describe"))
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Iterator[Bench]:
+    """The shared engine of the name in `request.param` (default: qwen3), clean of faults."""
+    found = benches(getattr(request, "param", "qwen3"))
+    yield found
+    try:
+        found.engine.do("restore")
+        found.engine.settle()
+    except EngineGone:
+        found.alive = False
+
+
+@pytest.fixture
+def engine(bench: Bench) -> Engine:
+    """The engine of the bench."""
+    return bench.engine
+
+
+@pytest.fixture
+def fresh() -> Callable[[int], list[int]]:
+    """Prompts of a given length that no test has used."""
+    return lambda tokens: prompt(next(_SEEDS), tokens)

@@ -3,21 +3,251 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.engine.state import State
 
+GATE_S = 40.0
+
 
 def damage_row(state: State, prompt: list[int], chunk: int, at: int, **values: Any) -> int:
     """Flip one bit of a chunk's host row, as a broken memory would; returns the row."""
-    key = list(state.keys(prompt, **values))[chunk]
-    row = state.manager.primary_tier.row_of(key)
+    row, view = _row(state, prompt, chunk, **values)
+    view[at] ^= 1
+    return row
+
+
+def row_digest(state: State, prompt: list[int], chunk: int, **values: Any) -> str:
+    """SHA-256 of the payload of a chunk's host row."""
+    import hashlib
+
+    _, view = _row(state, prompt, chunk, **values)
+    return hashlib.sha256(view[state.station.seal_setting.layout.header_bytes :]).hexdigest()
+
+
+def _row(state: State, prompt: list[int], chunk: int, **values: Any) -> tuple[int, Any]:
+    row = state.manager.primary_tier.row_of(list(state.keys(prompt, **values))[chunk])
     if row is None:
         raise RuntimeError("that chunk is in no row")
-    view = state.station.region.row(row)
-    view[at] ^= 1
-    return int(row)
+    return int(row), state.station.region.row(row)
 
 
-FAULTS: tuple[Callable[..., Any], ...] = (damage_row,)
+def reallocate(state: State, prompt: list[int], chunk: int, **values: Any) -> None:
+    """Begin a new allocation of a chunk's row, as if it were given to another chunk."""
+    row, _ = _row(state, prompt, chunk, **values)
+    state.station.region.ledger.allocate(row)
+
+
+# Transfers
+
+
+def _steps(state: State, direction: str) -> list[tuple[str, Callable[[Any], Any]]]:
+    from kvsafe.device import Direction
+
+    steps: dict[Any, list[tuple[str, Callable[[Any], Any]]]] = state.copier._engine._steps
+    return steps[Direction[direction.upper()]]
+
+
+def hold(state: State, direction: str, release_after_s: float | None = None) -> None:
+    """Let no row of this direction begin until `release` (or, with a time, until then)."""
+    gate = threading.Event()
+    state.notes["gate"] = gate
+    entered = state.notes["entered"] = threading.Event()
+
+    def wait(_row: Any) -> None:
+        entered.set()
+        if release_after_s is not None:
+            gate.wait(release_after_s)
+        elif not gate.wait(GATE_S):
+            raise RuntimeError("the gate was never opened")
+
+    steps = _steps(state, direction)
+    step = ("gate", wait)
+    steps.insert(0, step)
+    state.undo.append(lambda: steps.remove(step))
+
+
+def release(state: State, after_s: float = 0.0) -> None:
+    """Let held rows go, from another thread when a time is given."""
+    gate = state.notes["gate"]
+    if after_s:
+        threading.Timer(after_s, gate.set).start()
+    else:
+        gate.set()
+
+
+def entered(state: State) -> bool:
+    """Whether a row has come to the gate."""
+    return bool(state.notes["entered"].is_set())
+
+
+def finish_copies(state: State) -> None:
+    """Wait until every copy has ended, without telling the scheduler."""
+    jobs = set(state.copier._jobs)
+    if not state.copier.wait(jobs, GATE_S):
+        raise RuntimeError("copies still run")
+
+
+def jobs(state: State) -> int:
+    """Jobs that the copier has in hand."""
+    return len(state.copier._jobs)
+
+
+def refuse_store(state: State, at: int) -> None:
+    """The `at`-th row that is stored from now on fails when it is to be tagged."""
+    from kvsafe.seal.refusal import Refusal, RefusalKind
+
+    steps = _steps(state, "store")
+    name, real = steps[-1]
+    lock, seen = threading.Lock(), [0]
+
+    def after_store(row: Any) -> Any:
+        with lock:
+            mine, seen[0] = seen[0], seen[0] + 1
+        if mine == at:
+            return Refusal.of(RefusalKind.COPY_FAULT, "test", "a tag", "none")
+        return real(row)
+
+    _swap_last(state, steps, (name, after_store))
+
+
+def skip_tagging(state: State) -> None:
+    """Workers copy and say that they are done, but leave no record."""
+    steps = _steps(state, "store")
+    _swap_last(state, steps, (steps[-1][0], lambda row: None))
+
+
+def _swap_last(state: State, steps: list[Any], step: tuple[str, Callable[[Any], Any]]) -> None:
+    before = steps[-1]
+    steps[-1] = step
+    state.undo.append(lambda: steps.__setitem__(-1, before))
+
+
+# Checks switched off, for the canaries
+
+
+def accept_payloads(state: State) -> None:
+    """Step 10 of opening says yes to everything."""
+    from kvsafe.seal.opening import Opener
+
+    state.replace(Opener, "open_slice", lambda *_: None)
+
+
+def accept_late_rows(state: State) -> None:
+    """The fence says yes to everything, where it is called and where it is captured."""
+    from kvsafe.engine.proof import RowProof
+
+    state.replace(RowProof, "fence", lambda *_: None)
+    steps = _steps(state, "store")
+    place = next(index for index, (name, _) in enumerate(steps) if name == "fence")
+    before = steps[place]
+    steps[place] = ("fence", lambda row: None)
+    state.undo.append(lambda: steps.__setitem__(place, before))
+
+
+# Tiers
+
+
+def before_read(state: State, what: str, path: str) -> None:
+    """Once, between a lookup and the read that follows it: do something to a file."""
+    inner = state.tier.inner
+    submit = inner.submit_load
+    done = [False]
+
+    def submit_load(job: Any) -> None:
+        if not done[0]:
+            done[0] = True
+            _MISHAPS[what](Path(path))
+        submit(job)
+
+    state.replace(inner, "submit_load", submit_load)
+
+
+def _shorten(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 4096)
+
+
+_MISHAPS: dict[str, Callable[[Path], Any]] = {"remove": Path.unlink, "shorten": _shorten}
+
+
+def fail_reads(state: State, times: int) -> None:
+    """The next `times` batches that the fs tier reads end with EIO."""
+    from vllm.v1.kv_offload.tiering.fs import manager
+
+    real = manager.batch_load_block
+    left = [times]
+
+    def batch_load_block(*values: Any) -> Any:
+        if left[0] > 0:
+            left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*values)
+
+    state.replace(manager, "batch_load_block", batch_load_block)
+
+
+# Preemption and the end of processes
+
+
+def count_preemptions(state: State) -> None:
+    """Count preemptions from now on (`preemptions` tells)."""
+    scheduler = state.core.scheduler
+    real = scheduler._preempt_request
+    state.notes["preemptions"] = 0
+
+    def preempt(*values: Any, **named: Any) -> Any:
+        state.notes["preemptions"] += 1
+        if state.copier._jobs:
+            state.notes["preempted_in_flight"] = state.notes.get("preempted_in_flight", 0) + 1
+        return real(*values, **named)
+
+    state.replace(scheduler, "_preempt_request", preempt)
+
+
+def preemptions(state: State) -> list[int]:
+    """How many there were, and how many of them while a transfer was in flight."""
+    return [state.notes["preemptions"], state.notes.get("preempted_in_flight", 0)]
+
+
+def kill_at(state: State, phase: str) -> None:
+    """Let the process kill itself (SIGKILL) when its start comes to this point."""
+    from kvsafe.engine.manager import KVSafeManager
+    from kvsafe.host.region import HostRegion
+
+    owner, name = {
+        "created": (HostRegion, "_write_front"),
+        "registered": (HostRegion, "register_worker"),
+        "unlinked": (HostRegion, "forget_name"),
+        "managed": (KVSafeManager, "__init__"),
+    }[phase]
+    real = getattr(owner, name)
+
+    def last_words(self: Any, *values: Any, **named: Any) -> None:
+        if phase in ("registered", "unlinked"):
+            real(self, *values, **named)
+        print(f"\nREGION {getattr(self, 'path', '')}\n", flush=True)
+        die(state)
+
+    setattr(owner, name, last_words)
+
+
+def die(state: State) -> None:
+    """SIGKILL, here and now."""
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(GATE_S)
+
+
+FAULTS: tuple[Callable[..., Any], ...] = (
+    damage_row, row_digest, reallocate, hold, release, entered, finish_copies, jobs, refuse_store,
+    skip_tagging, accept_payloads, accept_late_rows, before_read, fail_reads, count_preemptions,
+    preemptions, kill_at, die,
+)  # fmt: skip

@@ -96,6 +96,11 @@ def paths(state: State, prompt: list[int], **values: Any) -> list[str]:
     return [state.tier._store.path(names.name(key)) for key in state.keys(prompt, **values)]
 
 
+def keys(state: State, prompt: list[int], **values: Any) -> list[str]:
+    """vLLM's offload keys of a prompt, as hex."""
+    return [bytes(key).hex() for key in state.keys(prompt, **values)]
+
+
 def metrics(state: State) -> dict[str, float]:
     """All kvsafe: samples, after a step that has drained the counters."""
     from prometheus_client import REGISTRY
@@ -154,6 +159,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     operation.__name__: operation
     for operation in (
         start, ask, submit, finish, step, abort, settle, drop_device, drop_host, reset, paths,
-        metrics, free_blocks, resident, describe, stop, restore, *faults.FAULTS,
+        keys, metrics, free_blocks, resident, describe, stop, restore, *faults.FAULTS,
     )
 }  # fmt: skip

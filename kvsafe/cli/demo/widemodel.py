@@ -42,7 +42,7 @@ class Shape:
         return 2 * 4 * self.layers * self.kv_heads * self.head_dim
 
 
-DEMO_SHAPE = Shape(hidden=1024, layers=12, heads=16, kv_heads=4, head_dim=64, inner=2816)
+DEMO_SHAPE = Shape(hidden=1024, layers=12, heads=16, kv_heads=2, head_dim=64, inner=2816)
 """Some 135 million weights: about five seconds for 2500 tokens on two cores."""
 
 
@@ -87,14 +87,20 @@ def _write_weights(path: Path, shape: Shape, vocabulary: int, seed: int) -> None
             drawn = torch.empty(size, dtype=torch.bfloat16)
             tensors[name] = drawn.normal_(0.0, 0.02, generator=random)
         else:
-            sharper = tinymodel.SHARPER_NORM if name.endswith(("q_norm.weight", "k_norm.weight")) else 0.0
+            sharper = (
+                tinymodel.SHARPER_NORM if name.endswith(("q_norm.weight", "k_norm.weight")) else 0.0
+            )
             tensors[name] = torch.full(size, 1.0 + sharper, dtype=torch.bfloat16)
     save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _tensors(shape: Shape, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and size of every tensor of a Qwen3 checkpoint."""
-    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden, queries, keys = (
+        shape.hidden,
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+    )
     yield "model.embed_tokens.weight", (vocabulary, hidden)
     for layer in range(shape.layers):
         stem = f"model.layers.{layer}"

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A station without an engine: real keys, epoch file, region and sealing, an invented identity."""
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from kvsafe.engine.config import parse_config
+from kvsafe.engine.station import Launch, Station
+from kvsafe.seal.epoch import EpochFile
+from kvsafe.seal.identity import IDENTITY_FIELDS, Identity
+from kvsafe.seal.keyfile import load_or_create
+from kvsafe.seal.suites import Suite
+
+_VALUES: dict[str, Any] = {
+    "text": "x",
+    "count": 1,
+    "flag": False,
+    "number": 1.0,
+    "digest": bytes(32),
+    "list": [],
+    "map": {},
+}
+
+
+def invented_identity(**changes: object) -> Identity:
+    """An identity with a plain value in every field, and `changes`."""
+    values = {field.name: _VALUES[field.kind] for field in IDENTITY_FIELDS}
+    return Identity.of({**values, **changes})
+
+
+def bare_station(
+    folder: Path, *, slice_bytes: int, rows: int = 8, slots: int = 1, **options: object
+) -> Station:
+    """A station of one worker, laid out and with its region open and its worker registered."""
+    extra = {"cpu_bytes_to_use": 1 << 20, "state_dir": str(folder / "state"), **options}
+    config = parse_config(extra, environ=os.environ)
+    suite = Suite.named(config.suite)
+    keyring = load_or_create(Path(str(config.key_file)), suite=suite.label)
+    secret = keyring.state_secret
+    epoch_file = EpochFile(folder / "state" / "epoch.json", lambda data: suite.tag(secret, data))
+    launch = Launch(uuid.uuid4().hex, 1, None)
+    station = Station(config, invented_identity(), keyring, epoch_file, launch)
+    station.lay_out(key_bytes=36, slots=slots, slice_bytes=(slice_bytes,))
+    station.open_region(rows).forget_name()
+    station.register(0, {"invented": True})
+    return station
