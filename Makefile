@@ -48,9 +48,9 @@ engine: setup ## the tests that start a real vLLM engine
 demo: setup ## the whole story on a real vLLM engine
 	@$(PY) -m kvsafe.cli.main demo
 
-bench: setup ## run every script in benchmarks/ on this machine
-	@for script in $(sort $(wildcard benchmarks/*.py)); do \
-		echo "== $$script"; $(PY) "$$script" || exit 1; done
+bench: setup ## measure on this machine: seal, worker, scheduler side, time to first token
+	@for name in seal_open worker_copy scheduler_side ttft; do \
+		echo "== $$name"; $(PY) -m benchmarks.$$name || exit 1; done
 
 spec: setup ## write the generated parts of spec/
 	@$(PY) -m kvsafe.seal.tables

@@ -167,8 +167,8 @@ def _lengths(head: Header, expected: Expected) -> Verdict:
     for name, most in LIMITS.items():
         if not 1 <= getattr(fixed, name) <= most:
             return _no(302, "outside its limits", name)
-    if not 1 <= fixed.writers <= 1024 or fixed.writers != len(expected.slices):
-        return _no(304, "not the number of this engine", "writers")
+    if not 1 <= fixed.writers <= 1024:
+        return _no(304, "outside its limits", "writers")
     if head.filler_at > head.writers_at:
         return _no(302, "parts do not fit", "header_bytes")
     if not 1 <= fixed.payload_bytes <= row - fixed.header_bytes:
@@ -236,6 +236,8 @@ def _geometry(head: Header, expected: Expected) -> Verdict:
 
 
 def _writers(head: Header, expected: Expected) -> Verdict:
+    if head.fixed.writers != len(expected.slices):
+        return _no(901, "not the number of this engine", "writers")
     for rank, (writer, place) in enumerate(zip(head.writers(), expected.slices, strict=True)):
         if writer[:4] != (rank, 0, *place):
             return _no(901, "not the slice of this writer", f"writers[{rank}]")

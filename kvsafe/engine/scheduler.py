@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half: vLLM's, with exact placement, failure handling and adapter binding."""
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -171,25 +172,29 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """vLLM's metadata of this step, then the exact place of every block to be stored."""
-        self._spare_reloading_requests(scheduler_output)
-        meta = super().build_connector_meta(scheduler_output)
+        with self._reloading_requests_spared(scheduler_output):
+            meta = super().build_connector_meta(scheduler_output)
         if isinstance(meta, OffloadingConnectorMetadata):
             for job_id, job in meta.store_jobs.items():
                 self._place_store(job_id, job)
         return meta
 
-    def _spare_reloading_requests(self, scheduler_output: Any) -> None:
+    @contextlib.contextmanager
+    def _reloading_requests_spared(self, scheduler_output: Any) -> Iterator[None]:
         """Keep vLLM from taking a request's new load for a store that has to be flushed.
 
         A request that a reset has preempted can be admitted again, and begin a load, in the
-        very step that reports its preemption; it has no store left to flush by then.
+        very step that reports its preemption; it has no store left to flush by then. The
+        workers still get to see the preemption.
         """
         preempted = scheduler_output.preempted_req_ids
-        if not preempted:
-            return
         loading = {self._jobs[job_id].req_id for job_id in self._current_batch_load_jobs}
-        if loading & set(preempted):
+        if preempted and loading:
             scheduler_output.preempted_req_ids = set(preempted) - loading
+        try:
+            yield
+        finally:
+            scheduler_output.preempted_req_ids = preempted
 
     def _place_store(self, job_id: int, job: TransferJob) -> None:
         spec = job.dst_spec

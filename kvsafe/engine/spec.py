@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm import _custom_ops as ops
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -213,5 +214,5 @@ class KVSafeSpec(TieringOffloadingSpec):
     def _copier(self, geometry: Geometry, window: RowWindow, proof: RowProof | None) -> Copier:
         threads = self.station.config.copy_threads
         if geometry.device_type == "cuda":
-            return cuda_copier(geometry, window, proof, threads=threads)
+            return cuda_copier(geometry, window, proof, ops.swap_blocks_batch, threads)
         return cpu_copier(geometry, window, proof, threads=threads)

@@ -94,6 +94,7 @@ class ProvingTier(SecondaryTierManager):
         self._refused: OrderedDict[OffloadKey, None] = OrderedDict()
         self._asked: dict[str, set[OffloadKey]] = {}
         self._to_ask: list[OffloadKey] = []
+        self._key_of: dict[OffloadKey, OffloadKey] = {}
         self._bad_objects: dict[OffloadKey, Refusal] = {}
         if store is not None:
             store.on_refusal = self._note_object
@@ -130,6 +131,10 @@ class ProvingTier(SecondaryTierManager):
         names = [self._desk.names.name(key) for key in job_metadata.keys]
         for name in names:
             self._refused.pop(name, None)
+        if getattr(self.inner, "events", None) is not None:
+            if len(self._key_of) > _REFUSED_LIMIT:
+                self._key_of.clear()
+            self._key_of.update(zip(names, job_metadata.keys, strict=True))
         self.inner.submit_store(replace(job_metadata, keys=names))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -172,8 +177,9 @@ class ProvingTier(SecondaryTierManager):
             proof.result(timeout=max(0.0, deadline - time.monotonic()))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """The inner tier's events (their keys are object names)."""
-        yield from self.inner.take_events()
+        """The inner tier's events, told with keys instead of object names."""
+        for event in self.inner.take_events():
+            yield replace(event, keys=[self._key_of.pop(name, name) for name in event.keys])
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Pass recency on."""

@@ -6,15 +6,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.reader import canonical, suites
+from conformance.reader import suites
 from conformance.reader.chunk_reader import PAGE, Expected
-from kvsafe.seal import cbor
 from kvsafe.seal.cbor import encode
 from kvsafe.seal.header import bitmap
 from tests.conformance import worlds
@@ -177,7 +177,6 @@ def test_a_header_does_not_take_another_payload(suite: str, change: str) -> None
     made = draft(suite, (300, 300))
     other = CHANGES[change](made)
     at, row, theirs = made.header_bytes, made.row(), other.row()
-    alone = change in ("content", "secret") and suite == "blake3"
     assert agreed(theirs, other.expected()) == 0
     spliced = row[:at] + theirs[at:]
     # Two chunks with the same content differ in their headers only.
@@ -185,18 +184,20 @@ def test_a_header_does_not_take_another_payload(suite: str, change: str) -> None
     # The other row's records under this header, closed again with the right key.
     end, start = at - 32, at - 32 - 128
     mixed = retag_header(row[:start] + theirs[start:end] + row[end:], suite, SECRET, at)
-    wanted = 902 if change == "generation" else 1001
-    assert agreed(mixed, made.expected()) == (0 if alone and change == "secret" else wanted)
+    number = 902 if change == "generation" else 1001
+    if (suite, change) == ("blake3", "secret"):
+        number = 0  # suite 3 has no secret: it is the same row
+    assert agreed(mixed, made.expected()) == number
 
 
 def field(**values: int | bytes) -> Callable[[Draft], Draft]:
     """A draft whose fixed part says something else."""
-    return lambda made: made.but(fixed=values)
+    return lambda made: made.but(fixed={**made.fixed, **values})
 
 
 def record(**values: int) -> Callable[[Draft], Draft]:
     """A draft whose second writer record says something else."""
-    return lambda made: made.but(records={1: values})
+    return lambda made: made.but(records={**made.records, 1: values})
 
 
 CASES: dict[str, tuple[int, Callable[[Draft], Draft]]] = {
@@ -247,7 +248,7 @@ CASES: dict[str, tuple[int, Callable[[Draft], Draft]]] = {
     "uncovered slot": (903, lambda made: made.but(coverage=b"\x06")),
     "filler": (904, lambda made: made.but(filler=b"\0\0\x01")),
     "tail": (904, lambda made: made.but(tail=b"\0\x01")),
-    "slice tag": (1001, lambda made: made.but(records={1: {"tag": b"x" * 32}})),
+    "slice tag": (1001, lambda made: made.but(records={**made.records, 0: {"tag": b"x" * 32}})),
 }
 
 
@@ -257,6 +258,32 @@ def test_each_rule_of_the_page(suite: str, case: str) -> None:
     number, change = CASES[case]
     made = draft(suite, (300, 300), slots=3)
     assert agreed(change(made).row(), made.expected([0])) == number
+
+
+ONE_OF_EACH_STEP = (
+    "magic",
+    "key id",
+    "no payload",
+    "other key",
+    "later epoch",
+    "other identity",
+    "other geometry",
+    "other rank",
+    "uncovered slot",
+    "tail",
+    "slice tag",
+)
+
+
+@pytest.mark.parametrize(("first", "second"), [*combinations(ONE_OF_EACH_STEP, 2)])
+def test_the_first_step_that_fails_decides(first: str, second: str) -> None:
+    made = draft("blake3-keyed", (300, 300), slots=3)
+    row = CASES[first][1](CASES[second][1](made)).row()
+    step = min(CASES[first][0], CASES[second][0]) // 100
+    assert agreed(row, made.expected([0])) // 100 == step
+    end = made.header_bytes
+    untagged = row[: end - 1] + bytes([row[end - 1] ^ 1]) + row[end:]
+    assert agreed(untagged, made.expected([0])) // 100 == min(step, 4)
 
 
 @examples
@@ -302,6 +329,7 @@ def test_bytes_under_a_right_tag(suite: str, data: st.DataObject) -> None:
     start = data.draw(st.one_of(st.integers(0, 400), st.integers(PAGE - 200, PAGE - 1)))
     fresh = data.draw(st.binary(min_size=1, max_size=8))
     changed = (row[:start] + fresh + row[start + len(fresh) :])[: len(row)]
+    changed = changed[:68] + row[68:72] + changed[72:]  # see test_the_number_of_writers
     closed = retag_header(changed, suite, SECRET, made.header_bytes)
     number = agreed(closed, made.expected([0]))
     outside = closed[:40] + row[40:48] + closed[48:]
@@ -309,114 +337,16 @@ def test_bytes_under_a_right_tag(suite: str, data: st.DataObject) -> None:
     assert (number == 0) == same
 
 
-trees = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=6)
-    | st.binary(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
-    max_leaves=8,
-)  # fmt: skip
-documents = st.dictionaries(st.sampled_from([*IDENTITY, "b", ""]), trees, max_size=4)
-
-
-@examples
-@given(any_suite, st.sampled_from(["identity", "geometry"]), documents, st.data())
-def test_documents_under_a_right_tag(
-    suite: str, which: str, value: dict[str, object], data: st.DataObject
-) -> None:
-    made = draft(suite)
-    document = bytearray(encode(value))
-    if data.draw(st.booleans()):
-        at = data.draw(st.integers(0, len(document) - 1))
-        document[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
-    if not document:
-        document = bytearray(b"\0")
-    changes: dict[str, Any] = {which: bytes(document)}
-    both = ask(made.but(**changes).row(), made.expected())
-    assert both.reader // 100 == both.kvsafe // 100 == (7 if which == "identity" else 8)
-
-
-CANONICAL = """
-a0 80 40 60 00 17 1818 18ff 190100 1affffffff 1b0000000100000000 1bffffffffffffffff 20 37 3818
-3b7fffffffffffffff f4 f5 f6 f90000 f98000 f90001 f93c00 f97bff f97c00 f9fc00 f97e00 fa7f7fffff
-fa00000001 fb0000000000000001 fb3ff199999999999a a10001 a1616101 a26161016162f6 a2616201626161f6
-8181818181818101 818181818181818101 64f09f9880 63eda080 62c080 61ff
-"""
-OTHER = """
-1800 1817 190018 1900ff 1a0000ffff 1b00000000ffffffff 3817 1c 3f 5f4101ff 7f6161ff 9f01ff bf616101ff
-ff f0 f7 f814 f818 f8ff fa3f800000 fb3ff0000000000000 fa7f800000 fa7fc00000 fb7ff8000000000000
-f97e01 f9fe00 c101 c24101 d81c01 d9d9f701 d9ffff01 a2616101616102 a2616201616101 a1f601 a14101f6
-82f6 a16161 42ff 9bffffffffffffffff bbffffffffffffffff 5bffffffffffffffff 7bffffffffffffffff
-9a7fffffff 0000 a000 81818181818181818101
-"""
-
-
-@pytest.mark.parametrize("encoded", [*CANONICAL.split(), *OTHER.split()])
-def test_the_decoders_agree(encoded: str) -> None:
-    document = b"\xa1\x61a" + bytes.fromhex(encoded)
-    made = draft("blake3-keyed").but(identity=document)
-    agreed(made.row(), draft("blake3-keyed").expected())
-
-
-def decoded_by_kvsafe(data: bytes) -> tuple[bool, object]:
-    """Whether kvsafe takes the bytes for a document, and its value."""
-    try:
-        return True, cbor.decode(data, limit=65536)
-    except cbor.CborError:
-        return False, None
-
-
-def decoded_by_reader(data: bytes) -> tuple[bool, object]:
-    """Whether the reader takes the bytes for a document, and its value."""
-    try:
-        return True, canonical.decode(data)
-    except canonical.DocumentError:
-        return False, None
-
-
-@settings(examples, max_examples=300)
-@given(trees, st.data())
-def test_the_decoders_agree_on_values(value: object, data: st.DataObject) -> None:
-    encoded = bytearray(encode(value))
-    assert decoded_by_reader(bytes(encoded))[0]
-    at = data.draw(st.integers(0, len(encoded) - 1))
-    encoded[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
-    mine, theirs = decoded_by_reader(bytes(encoded)), decoded_by_kvsafe(bytes(encoded))
-    if b"\x3b" not in encoded:  # test_the_least_integer
-        assert mine[0] == theirs[0]
-        assert repr(mine[1]) == repr(theirs[1])
-
-
-def test_the_number_of_writers() -> None:
+@pytest.mark.parametrize("number", [0, 1025, 2**32 - 1])
+def test_an_impossible_number_of_writers(number: int) -> None:
     made = draft("blake3-keyed", (300, 300))
-    for number in (0, 1025, 2**32 - 1):
-        assert agreed(made.but(fixed={"writers": number}).row(), made.expected()) == 304
-    alone = draft("blake3-keyed", (600,))
-    assert agreed(alone.row(), made.expected()) == 304
+    assert agreed(made.but(fixed={"writers": number}).row(), made.expected()) == 304
 
 
-@pytest.mark.xfail(reason="the pages do not say in which step the engine's number is compared")
-def test_the_number_of_writers_is_judged_in_the_step_of_its_refusal() -> None:
+@pytest.mark.xfail(reason="kvsafe answers 304, a number of step 3, after steps 4 to 8 have passed")
+@pytest.mark.parametrize("lengths", [(600,), (200, 200, 200)])
+def test_the_number_of_writers(lengths: tuple[int, ...]) -> None:
     made = draft("blake3-keyed", (300, 300))
-    alone = draft("blake3-keyed", (600,)).but(key=OTHER_KEY)
-    agreed(alone.row(), made.expected())
-
-
-@pytest.mark.xfail(reason="the page says: integers of at most 64 bits; with or without the sign?")
-@pytest.mark.parametrize("encoded", ["3b8000000000000000", "3bffffffffffffffff"])
-def test_the_least_integer(encoded: str) -> None:
-    document = b"\xa1\x61a" + bytes.fromhex(encoded)
-    agreed(draft("blake3").but(identity=document).row(), draft("blake3").expected())
-
-
-@pytest.mark.parametrize("inner", ["80", "a0", "8101"])
-def test_the_deepest_level(inner: str) -> None:
-    for lists, number in ((6 - len(inner) // 4, 701), (7, 702)):
-        document = b"\xa1\x61a" + b"\x81" * lists + bytes.fromhex(inner)
-        made = draft("blake3").but(identity=document)
-        assert agreed(made.row(), draft("blake3").expected()) == number
-
-
-@pytest.mark.xfail(reason="the page does not say whether a geometry that is no map is damaged")
-@pytest.mark.parametrize("document", [b"\x01", b"\x80", b"\x61a"])
-def test_a_geometry_that_is_no_map(document: bytes) -> None:
-    agreed(draft("blake3").but(geometry=document).row(), draft("blake3").expected())
+    other = draft("blake3-keyed", lengths)
+    assert agreed(other.row(), replace(made.expected(), key=OTHER_KEY)) == 501
+    assert agreed(other.row(), made.expected()) == 901

@@ -38,6 +38,18 @@ def _row(state: State, prompt: list[int], chunk: int, **values: Any) -> tuple[in
     return int(row), state.station.region.row(row)
 
 
+def blocks_digest(state: State, prompt: list[int], count: int, **values: Any) -> list[str]:
+    """SHA-256 of the first accelerator blocks that the last request of a prompt had."""
+    import hashlib
+
+    blocks = state.statuses[state.mark(prompt, values)].group_states[0].block_ids[:count]
+    tensors = [item.view.numpy() for item in state.copier._geometry.tensors]
+    return [
+        hashlib.sha256(b"".join(tensor[block].tobytes() for tensor in tensors)).hexdigest()
+        for block in blocks
+    ]
+
+
 def reallocate(state: State, prompt: list[int], chunk: int, **values: Any) -> None:
     """Begin a new allocation of a chunk's row, as if it were given to another chunk."""
     row, _ = _row(state, prompt, chunk, **values)
@@ -247,7 +259,7 @@ def die(state: State) -> None:
 
 
 FAULTS: tuple[Callable[..., Any], ...] = (
-    damage_row, row_digest, reallocate, hold, release, entered, finish_copies, jobs, refuse_store,
+    damage_row, row_digest, blocks_digest, reallocate, hold, release, entered, finish_copies, jobs, refuse_store,
     skip_tagging, accept_payloads, accept_late_rows, before_read, fail_reads, count_preemptions,
     preemptions, kill_at, die,
 )  # fmt: skip

@@ -95,9 +95,7 @@ class World:
         digest = self.suite.digest(self.document)
         self.setting = SealSetting(self.suite, self.keyring, self.layout, self.document, digest)
         self.opener = Opener(
-            Expectation(
-                self.suite, self.keyring, self.layout, self.document, digest, self.geometry
-            )
+            Expectation(self.suite, self.keyring, self.layout, self.document, digest, self.geometry)
         )
 
     def payload(self, fill: int = 1) -> bytes:

@@ -116,6 +116,10 @@ def _bad_groups(facts: EngineFacts) -> str | None:
         return "no KV-cache group is known"
     if bad := sorted(kinds - set(PROVEN_GROUP_KINDS)):
         return f"KV-cache groups of kind {', '.join(bad)}"
+    if "mla" in kinds and not facts.prefix_caching:
+        # vLLM switches prefix caching off where its MLA attention does not look at what was
+        # there before the request (CPU): a loaded prefix would be ignored, and tokens wrong.
+        return "MLA without prefix caching: this engine may ignore a loaded prefix"
     if len(kinds) > 1 and kinds not in PROVEN_GROUP_MIXES:
         return f"groups of several kinds in one model: {', '.join(sorted(kinds))}"
     return None

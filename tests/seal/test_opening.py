@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening: every wrong row gets its one right answer, and every refusal has a case."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from kvsafe.seal.header import Header
+from kvsafe.seal.opening import read_outer
+from kvsafe.seal.refusal import MEANINGS, Refusal, RefusalKind, bounded
+from kvsafe.seal.suites import Suite
+from tests.seal.cases import BY_NAME, CASES, Case, check
+from tests.seal.rows import EPOCH, KEY, World
+
+TESTS = Path(__file__).resolve().parents[1]
+LAST_STEP_OF_OPENING = 10
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_wrong_row_gets_its_answer(case: Case) -> None:
+    check(case)
+
+
+def test_no_two_cases_have_one_name() -> None:
+    assert len(BY_NAME) == len(CASES)
+
+
+@pytest.mark.parametrize("suite", Suite, ids=lambda suite: suite.label)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flipped bit of the key",
+        "flipped bit of the payload",
+        "chunk of another key",
+        "body of another chunk",
+        "slice of another rank",
+        "byte in the tail",
+        "another key's slices under our key",
+    ],
+)
+def test_the_answer_is_the_same_in_every_suite(suite: Suite, name: str) -> None:
+    case = BY_NAME[name]
+    slices = case.world().slices
+    check(Case(name, case.answer, case.make, lambda: World(suite, slices)))
+
+
+def test_every_refusal_of_the_opener_has_a_case() -> None:
+    given = {int(case.answer.split()[0]) for case in CASES if case.answer != "opened"}
+    own = {
+        kind.value
+        for kind in RefusalKind
+        if kind.step <= LAST_STEP_OF_OPENING and kind is not RefusalKind.IDENTITY_ELSEWHERE
+    }
+    assert given == own
+
+
+def test_every_other_refusal_is_named_in_a_test() -> None:
+    text = "".join(
+        path.read_text() for path in TESTS.rglob("*.py") if path != Path(__file__).resolve()
+    )
+    missing = [
+        kind.name
+        for kind in RefusalKind
+        if (kind.step > LAST_STEP_OF_OPENING or kind is RefusalKind.IDENTITY_ELSEWHERE)
+        and f"RefusalKind.{kind.name}" not in text
+    ]
+    assert missing == []
+
+
+def test_every_refusal_has_a_meaning_and_a_number_of_its_own() -> None:
+    assert set(MEANINGS) == set(RefusalKind)
+    assert len(set(MEANINGS.values())) == len(RefusalKind)
+    assert all(kind.step == kind.value // 100 for kind in RefusalKind)
+    source = ast.parse((TESTS.parent / "kvsafe" / "seal" / "refusal.py").read_text())
+    numbers = [
+        node.value.value
+        for node in ast.walk(source)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, int) and node.value.value > 100
+    ]
+    # An enum takes a number that is given twice for another name of the first: no member shows it.
+    assert len(numbers) == len(set(numbers))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_text_of_a_refusal_is_short_and_printable(case: Case) -> None:
+    world = case.world()
+    made = case.make(world)
+    row = made if isinstance(made, bytearray) else made.row
+    answer = world.open(row)
+    if isinstance(answer, Refusal):
+        assert len(str(answer)) < 800
+        assert str(answer).isprintable()
+        assert world.payload().hex()[:16] not in str(answer)
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 10**6, b"x" * 10**5, "a\nb\x1b[31m\0", "e\ud800", None, {}]
+)
+def test_bounded_text_is_bounded(value: object) -> None:
+    assert len(bounded(value)) <= 160
+    assert bounded(value).isprintable()
+
+
+def test_a_worker_can_open_its_own_slice_alone() -> None:
+    world = World()
+    row = world.chunk()
+    row[world.layout.header_bytes] ^= 1
+    view = memoryview(row)
+    header = world.opener.open_header(view, KEY, EPOCH)
+    assert isinstance(header, Header)
+    bad = world.opener.open_slice(view, header, 0)
+    assert bad is not None and bad.kind is RefusalKind.PAYLOAD_TAG
+    assert world.opener.open_slice(view, header, 1) is None
+
+
+def test_a_ring_without_the_key_of_a_header_refuses_its_slices() -> None:
+    world = World()
+    row = memoryview(world.chunk())
+    header = world.opener.open_header(row, KEY, EPOCH)
+    assert isinstance(header, Header)
+    assert world.opener.open_slice(row, header, 0) is None
+    foreign = Header(header.fixed._replace(key_id=b"\1" * 8), KEY, header.coverage, header.records)
+    refusal = world.opener.open_slice(row, foreign, 0)
+    assert refusal is not None and refusal.kind is RefusalKind.KEY_ID
+
+
+def test_outer_reading_needs_no_engine() -> None:
+    world = World()
+    outer = read_outer(memoryview(world.chunk()), world.suite, world.keyring)
+    assert not isinstance(outer, Refusal)
+    fixed, spans, seal_key = outer
+    assert (fixed.epoch, fixed.writers, fixed.slots) == (EPOCH, 2, 5)
+    assert seal_key.key_id == world.keyring.active.key_id
+    assert spans.key == 144 and spans.tag == fixed.header_bytes - 32
+    other = World(Suite.HMAC_SHA256)
+    refused = read_outer(memoryview(world.chunk()), other.suite, other.keyring)
+    assert isinstance(refused, Refusal) and refused.kind is RefusalKind.SUITE
