@@ -52,6 +52,8 @@ class _Decoder:
             return self.simple(info)
         number = self.argument(info)
         if major < 2:
+            if major and number >> 63:
+                raise DocumentError("an integer below -2^63")
             return -1 - number if major else number
         if major == 2:
             return self.take(number)

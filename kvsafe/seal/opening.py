@@ -176,7 +176,7 @@ class Opener:
     def _check_writers(self, header: Header) -> Refusal | None:
         slices = self._want.layout.slices
         if len(header.records) != len(slices):
-            return Refusal.of(RefusalKind.WRITER_COUNT, "writers", len(slices), len(header.records))
+            return Refusal.of(RefusalKind.WRITER, "writers", len(slices), len(header.records))
         for place, record in zip(slices, header.records, strict=True):
             if refusal := _check_writer(place, record, header.fixed.generation):
                 return refusal
@@ -345,6 +345,8 @@ def _explain_geometry(want: Expectation, found: bytes, found_digest: bytes) -> R
         ours = decode(want.geometry_document, limit=MAX_DOCUMENT_BYTES)
     except CborError as exc:
         return Refusal.of(RefusalKind.GEOMETRY_DAMAGED, "geometry", "a document", exc)
+    if not isinstance(theirs, dict):
+        return Refusal.of(RefusalKind.GEOMETRY_DAMAGED, "geometry", "a map", type(theirs).__name__)
     name, expected, got = first_difference("geometry", ours, theirs)
     return Refusal.of(RefusalKind.GEOMETRY, name, expected, got)
 

@@ -64,7 +64,7 @@ MEANINGS: dict[RefusalKind, str] = {
     RefusalKind.HEADER_LENGTH: "the header length is not a whole number of pages inside the row",
     RefusalKind.DOCUMENT_LENGTH: "key, coverage, documents and records do not fit the header",
     RefusalKind.PAYLOAD_LENGTH: "the payload does not fit behind the header in the row",
-    RefusalKind.WRITER_COUNT: "the number of writers is not the number of this engine",
+    RefusalKind.WRITER_COUNT: "the number of writers is outside what a header may have",
     RefusalKind.HEADER_TAG: "the header tag is wrong: damaged, forged, or another key",
     RefusalKind.KEY: "an authentic chunk, but of another key than the one asked for",
     RefusalKind.EPOCH_REVOKED: "sealed before the last reset: its epoch is revoked",

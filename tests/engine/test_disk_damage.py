@@ -263,6 +263,9 @@ def test_canary_without_step_10_wrong_bytes_are_served(bench: Bench, fresh: Fres
     bench.engine.do("accept_payloads")
     with pytest.raises(AssertionError):
         check_refused(stored, damage)
+    served = stored.again()
+    assert served.cached == stored.whole
+    assert served.tokens != stored.cold.tokens
     _forget(bench.engine, stored)
     check_refused(bench.stored(fresh), DAMAGES[6])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import shutil
 import signal
 import sys
@@ -21,21 +22,22 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from kvsafe.cli import ExitCode, UsageError
+from kvsafe.cli import UsageError
 from kvsafe.cli.demo.client import ClientError
 from kvsafe.cli.demo.lab import PROMPT_TOKENS, Lab, StepError
 from kvsafe.cli.demo.screen import Screen
 from kvsafe.cli.demo.server import ServerError
 from kvsafe.cli.demo.story import PARTS, Part
 from kvsafe.cli.demo.widemodel import DEMO_SHAPE, wide_qwen3
-from kvsafe.seal.keyfile import StateFileError
+from kvsafe.seal.keyfile import KeyFileError
 
 __all__ = ["add_arguments", "run"]
 
 NEEDED_BYTES = 1 << 30
 TAIL_LINES = 30
 INTERRUPTED = 130
-TROUBLE = (ServerError, ClientError, StepError, StateFileError, OSError)
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+TROUBLE = (ServerError, ClientError, StepError, KeyFileError, OSError)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,14 +59,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         with _termination_interrupts(), _folder(args.keep, screen) as folder:
             lab = _tell(folder, screen)
-            if not lab.report.ok:
-                _keep_logs(lab)
+            logs = None if lab.report.ok else _keep_logs(lab, args.keep)
     except KeyboardInterrupt:
         screen.say("interrupted: the server was stopped")
         return INTERRUPTED
     seconds = time.monotonic() - start
     if args.json:
-        sys.stdout.write(lab.report.as_json(seconds=round(seconds, 1)))
+        sys.stdout.write(lab.report.as_json(seconds=round(seconds, 1), logs=logs))
     else:
         screen.raw(f"\n{lab.report.as_text()}\n")
     held = "every step held" if lab.report.ok else "NOT every step held"
@@ -104,8 +105,11 @@ def _introduce(lab: Lab) -> None:
     lab.model = wide_qwen3(lab.folder, shape)
     screen.say(f"its KV: {shape.kv_bytes_per_token:,} bytes per token in float32")
     screen.say(f"the prompt: {PROMPT_TOKENS} random tokens, always the same")
-    screen.say("every server: vLLM's OpenAI-compatible server, with")
-    screen.say(f"  --kv-transfer-config of KVSafeConnector and a disk tier in {lab.store}")
+    screen.say("every server: vLLM's OpenAI-compatible one, and the one setting for kvsafe:")
+    screen.say()
+    setting = json.dumps(lab.transfer("recompute"), indent=2)
+    for line in f"--kv-transfer-config '{setting}'".splitlines():
+        screen.say(f"  {line}")
 
 
 def _skip(lab: Lab, parts: tuple[Part, ...]) -> None:
@@ -113,16 +117,19 @@ def _skip(lab: Lab, parts: tuple[Part, ...]) -> None:
         lab.report.add(part.name, "this part runs to its end", "not run", False)
 
 
-def _keep_logs(lab: Lab) -> None:
-    """After a failure: the end of the last server's log, and all logs in a folder that stays."""
+def _keep_logs(lab: Lab, keep: bool) -> str | None:
+    """After a failure: show the end of the last server's log; returns where all logs stay."""
     if lab.log is None or not lab.log.exists():
-        return
-    kept = Path(tempfile.mkdtemp(prefix="kvsafe-demo-logs-"))
-    shutil.copytree(lab.log.parent, kept, dirs_exist_ok=True)
+        return None
+    kept = lab.log.parent
+    if not keep:
+        kept = Path(tempfile.mkdtemp(prefix="kvsafe-demo-logs-"))
+        shutil.copytree(lab.log.parent, kept, dirs_exist_ok=True)
     tail = lab.log.read_text("utf-8", "replace").splitlines()[-TAIL_LINES:]
     lab.screen.heading(f"the end of the last server's log (all logs are in {kept})")
     for line in tail:
         lab.screen.say(line)
+    return str(kept)
 
 
 @contextlib.contextmanager
@@ -140,13 +147,14 @@ def _folder(keep: bool, screen: Screen) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _termination_interrupts() -> Iterator[None]:
-    """Let SIGTERM unwind like Ctrl-C does, so that the server is stopped then as well."""
+    """Let SIGTERM and SIGHUP unwind like Ctrl-C does, so that the server is stopped."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in ENDINGS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

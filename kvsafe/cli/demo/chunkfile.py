@@ -18,7 +18,16 @@ from kvsafe.seal.suites import Suite
 __all__ = ["ChunkFile", "chunk_files", "flip_byte", "look_at", "quarantined_files"]
 
 QUARANTINE = "kvsafe-quarantine"
-SHOWN_FIELDS = ("model_type", "layers", "kv_heads", "head_size", "dtype", "rope", "block_size")
+SHOWN_FIELDS = (
+    "model_type",
+    "layers",
+    "kv_heads",
+    "head_size",
+    "dtype",
+    "rope",
+    "block_size",
+    "weights",
+)
 
 
 @dataclass(frozen=True)
@@ -43,15 +52,15 @@ class ChunkFile:
         fixed, suite = self.fixed, Suite(self.fixed.suite)
         yield f"file      {self.path.name[:16]}...{self.path.suffix}, {self.size:,} bytes"
         yield f"begins    {self.start.hex(' ')}   {_printable(self.start)}   (the kvsafe magic)"
-        yield f"header    {fixed.header_bytes:,} bytes, its tag is right under key {fixed.key_id.hex()}"
+        key_id = f"{fixed.key_id.hex()[:8]}..."
+        yield f"header    {fixed.header_bytes:,} bytes, its tag is right under key {key_id}"
         yield f"  suite   {suite.value} ({suite.label}), epoch {fixed.epoch}"
         yield f"  key     {self.key[:6].hex()}... (block hash), group {_group(self.key)}"
         yield f"  identity {len(self.identity)} fields, digest {fixed.identity_digest[:6].hex()}..."
         for name in SHOWN_FIELDS:
             yield f"    {name:<11} {_value(self.identity.get(name))}"
-        weights = self.identity.get("weights")
-        yield f"    {'weights':<11} {weights.hex()[:12] if isinstance(weights, bytes) else weights}..."
-        yield f"payload   {fixed.payload_bytes:,} bytes: the KV of {self.tokens} tokens, under its own tag"
+        yield f"payload   {fixed.payload_bytes:,} bytes, under a tag of its own:"
+        yield f"  the KV of {self.tokens} tokens of the prompt"
 
 
 def chunk_files(store: Path) -> list[Path]:
@@ -106,4 +115,6 @@ def _printable(data: bytes) -> str:
 def _value(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {item}" for name, item in value.items())
+    if isinstance(value, bytes):
+        return f"{value[:6].hex()}..."
     return str(value)

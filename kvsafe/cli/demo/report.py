@@ -13,7 +13,7 @@ from kvsafe.cli import ExitCode
 __all__ = ["Check", "Report"]
 
 HEADINGS = ("step", "expected", "seen", "")
-WIDTHS = (17, 34, 40)
+WIDTHS = (15, 25, 28)
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,9 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What the server has logged so far (at most its first 8 MiB)."""
+        """What the server has logged so far (at most the last 8 MiB)."""
         with self._log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_LIMIT))
             return file.read(LOG_LIMIT).decode("utf-8", "replace")
 
     @property

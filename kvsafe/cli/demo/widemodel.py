@@ -51,6 +51,9 @@ def wide_qwen3(root: Path, shape: Shape = DEMO_SHAPE, seed: int = 0) -> Path:
 
     Imports torch and transformers. Raises `OSError` when the folder cannot be written.
     """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     narrow = tinymodel.qwen3(root)
     folder = root / "wide-qwen3"
     folder.mkdir()
