@@ -227,7 +227,7 @@ def _weights(vllm_config: Any, config: KVSafeConfig, folder: Path | None) -> str
             folder,
             cache=Path(config.state_dir) / "weights.json",
             threads=config.verify_threads,
-            progress=_log_progress,
+            progress=_ProgressLog(),
             load_format=str(vllm_config.load_config.load_format),
         )
     if digest is not None:
@@ -247,8 +247,18 @@ def _remote_code(model: Any, folder: Path | None, config: KVSafeConfig) -> str |
     return code_digest(folder, cache=Path(config.state_dir) / "code.json")
 
 
-def _log_progress(done: int, total: int, *_: object) -> None:
-    logger.info("kvsafe: reading weights, %d of %d MiB", done >> 20, total >> 20)
+class _ProgressLog:
+    """Reading weights can take minutes: one line at the end of every tenth part."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` bytes are read."""
+        tenth = 10 * done // max(total, 1)
+        if tenth > self._told:
+            self._told = tenth
+            logger.info("kvsafe: reading weights, %d of %d MiB", done >> 20, total >> 20)
 
 
 def _foreign(config: KVSafeConfig, identity: Identity, station: Station) -> tuple[Any, ...]:

@@ -71,7 +71,7 @@ class KVSafeManager(TieringOffloadingManager):
         self._threads = threads
         self._seals = SealWork(threads)
         self._issued: dict[OffloadKey, IssuedStore | Refusal] = {}
-        self._lost: Counter[OffloadKey] = Counter()
+        self._lost: Counter[tuple[str, OffloadKey]] = Counter()
         # Now, not at the first store: documents that do not fit a header must stop the start.
         self._sealer: HeaderSealer = station.header_sealer()
 
@@ -117,7 +117,7 @@ class KVSafeManager(TieringOffloadingManager):
         if len(present) == len(keys):
             return super().prepare_load(keys, req_context)
         lost = [key for key in keys if key not in present]
-        self._lost.update(lost)
+        self._lost.update((req_context.req_id, key) for key in lost)
         spec = super().prepare_load(present, req_context)
         if isinstance(spec, SealedRowsSpec):
             self._withhold(spec, lost, req_context)
@@ -146,16 +146,16 @@ class KVSafeManager(TieringOffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin what `prepare_load` pinned."""
         if self._lost:
-            keys = [key for key in keys if not self._found_again(key)]
+            request = req_context.req_id
+            keys = [key for key in keys if not self._was_lost((request, key))]
         super().complete_load(keys, req_context)
 
-    def _found_again(self, key: OffloadKey) -> bool:
-        if self._lost[key] == 0:
-            del self._lost[key]
+    def _was_lost(self, load: tuple[str, OffloadKey]) -> bool:
+        if load not in self._lost:
             return False
-        self._lost[key] -= 1
-        if self._lost[key] == 0:
-            del self._lost[key]
+        self._lost[load] -= 1
+        if self._lost[load] == 0:
+            del self._lost[load]
         return True
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

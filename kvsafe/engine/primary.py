@@ -70,6 +70,7 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         self._epochs = epochs
         self._withdrawn: set[OffloadKey] = set()
         self._pending_since: dict[OffloadKey, float] = {}
+        self._row_epochs = [0] * region.shape.num_rows
 
     def row_of(self, key: OffloadKey) -> int | None:
         """The row that holds `key`, ready or not."""
@@ -87,19 +88,34 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         return 0.0 if since is None else time.monotonic() - since
 
     def ready(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Those of the keys that are ready and not withdrawn."""
+        """Those of the keys that are ready, of the present epoch and not withdrawn."""
         get, withdrawn = self._policy.get, self._withdrawn
         return [
             key
             for key in keys
-            if (chunk := get(key)) is not None and chunk.ref_cnt >= 0 and key not in withdrawn
+            if (chunk := get(key)) is not None
+            and chunk.ref_cnt >= 0
+            and key not in withdrawn
+            and not self._revoked(chunk)
         ]
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """vLLM's answer, except that a withdrawn chunk is a miss while it is still pinned."""
-        if self._withdrawn and key in self._withdrawn:
+        """vLLM's answer, except that what was withdrawn or revoked is a miss.
+
+        Another process can raise the epoch at any time; what was allocated before then would
+        be refused by the worker, which fails a load that could have been an ordinary miss.
+        """
+        chunk = self._policy.get(key)
+        if chunk is None or key in self._withdrawn:
+            return LookupResult.MISS
+        if chunk.ref_cnt >= 0 and self._revoked(chunk):
+            self.withdraw([key])
             return LookupResult.MISS
         return super().lookup(key, req_context)
+
+    def _revoked(self, chunk: ChunkStatus) -> bool:
+        sealed_in: int = self._row_epochs[chunk.chunk_id]
+        return sealed_in != self._epochs.epoch
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin; a withdrawn chunk leaves with its last pin."""
@@ -148,9 +164,10 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
 
     def _allocate_chunks(self, keys: list[OffloadKey]) -> list[ChunkStatus]:
         chunks: list[ChunkStatus] = super()._allocate_chunks(keys)
-        now = time.monotonic()
+        now, epoch = time.monotonic(), self._epochs.epoch
         for key, chunk in zip(keys, chunks, strict=True):
             self._ledger.allocate(chunk.chunk_id)
+            self._row_epochs[chunk.chunk_id] = epoch
             self._pending_since[key] = now
         return chunks
 

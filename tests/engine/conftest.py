@@ -22,6 +22,7 @@ CPU_MLA = {"allow_unproven_groups": True}
 BENCHES: dict[str, dict[str, Any]] = {
     "qwen3": {"model": models.qwen3},
     "qwen3-fail": {"model": models.qwen3, "policy": "fail"},
+    "gemma3-fail": {"model": models.gemma3, "policy": "fail"},
     "qwen3-2-arc": {
         "model": models.qwen3,
         "extra": {"blocks_per_chunk": 2, "eviction_policy": "arc"},

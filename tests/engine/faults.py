@@ -56,6 +56,65 @@ def reallocate(state: State, prompt: list[int], chunk: int, **values: Any) -> No
     state.station.region.ledger.allocate(row)
 
 
+def open_as_other_layouts(state: State, prompt: list[int], chunk: int) -> dict[str, Any]:
+    """Open a chunk's real file as readers that differ in one thing each: accepted, or number."""
+    from dataclasses import replace
+
+    from kvsafe.seal.cbor import decode, encode
+    from kvsafe.seal.layout import Slice
+    from kvsafe.seal.opening import Expectation, Opener
+    from kvsafe.seal.refusal import Refusal
+
+    key = list(state.keys(prompt))[chunk]
+    data = memoryview(Path(state.tier._store.path(state.tier._desk.names.name(key))).read_bytes())
+    setting, geometry = state.station.seal_setting, state.station.geometry()
+    base: dict[str, Any] = {
+        "suite": setting.suite,
+        "keyring": setting.keyring,
+        "layout": setting.layout,
+        "identity_document": setting.identity_document,
+        "identity_digest": setting.identity_digest,
+        "geometry_document": geometry,
+    }
+
+    def judge(**changes: Any) -> Any:
+        answer = Opener(Expectation(**{**base, **changes})).open(data, key, 0)
+        return answer.number if isinstance(answer, Refusal) else "accepted"
+
+    def geometry_with(change: Callable[[dict[str, Any]], None]) -> bytes:
+        document: Any = decode(geometry, limit=1 << 16)
+        owners, inner = document["workers"][0]
+        worker: Any = decode(inner, limit=1 << 16)
+        change(worker)
+        document["workers"][0] = [owners, encode(worker)]
+        return encode(document)
+
+    half = setting.layout.payload_bytes // 2
+    two = (Slice(0, 0, half), Slice(1, half, half))
+    values: Any = decode(setting.identity_document, limit=1 << 16)
+    other = "LBNHC" if values["kv_layout"] == "LBHNC" else "LBHNC"
+    identity = encode({**values, "kv_layout": other})
+    return {
+        "same": judge(),
+        "page bytes": judge(geometry_document=geometry_with(_grow_page)),
+        "layer order": judge(geometry_document=geometry_with(_swap_layers)),
+        "slices": judge(layout=replace(setting.layout, slices=two)),
+        "row bytes": judge(layout=replace(setting.layout, payload_bytes=half, slices=two[:1])),
+        "identity": judge(
+            identity_document=identity, identity_digest=setting.suite.digest(identity)
+        ),
+    }
+
+
+def _grow_page(worker: dict[str, Any]) -> None:
+    worker["groups"][0]["refs"][0]["page_bytes"] += 4096
+
+
+def _swap_layers(worker: dict[str, Any]) -> None:
+    run = worker["groups"][0]["refs"][0]
+    run.update(tensor=run["count"] - 1, step=-1)
+
+
 # Transfers
 
 
@@ -81,6 +140,14 @@ def hold(state: State, direction: str, release_after_s: float | None = None) -> 
 
     steps = _steps(state, direction)
     step = ("gate", wait)
+    steps.insert(0, step)
+    state.undo.append(lambda: steps.remove(step))
+
+
+def slow(state: State, direction: str, seconds: float) -> None:
+    """Let every row of this direction take so much longer."""
+    steps = _steps(state, direction)
+    step = ("slow", lambda _row: time.sleep(seconds))
     steps.insert(0, step)
     state.undo.append(lambda: steps.remove(step))
 
@@ -149,6 +216,13 @@ def accept_payloads(state: State) -> None:
     from kvsafe.seal.opening import Opener
 
     state.replace(Opener, "open_slice", lambda *_: None)
+
+
+def accept_epochs(state: State) -> None:
+    """Step 6 of opening says yes to everything, and the tag of a slice is taken as it is."""
+    from kvsafe.seal import opening
+
+    state.replace(opening, "_check_epoch", lambda *_: None)
 
 
 def accept_late_rows(state: State) -> None:
@@ -259,7 +333,11 @@ def die(state: State) -> None:
 
 
 FAULTS: tuple[Callable[..., Any], ...] = (
-    damage_row, row_digest, blocks_digest, reallocate, hold, release, entered, finish_copies, jobs, refuse_store,
-    skip_tagging, accept_payloads, accept_late_rows, before_read, fail_reads, count_preemptions,
-    preemptions, kill_at, die,
+    # what is there
+    open_as_other_layouts, row_digest, blocks_digest, entered, jobs, preemptions,
+    # what goes wrong
+    damage_row, reallocate, hold, slow, release, finish_copies, refuse_store, skip_tagging,
+    before_read, fail_reads, count_preemptions, kill_at, die,
+    # what is switched off
+    accept_payloads, accept_late_rows, accept_epochs,
 )  # fmt: skip

@@ -52,7 +52,7 @@ def import_engine() -> None:
     import vllm.model_executor.models.qwen3
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_model_runner
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    import vllm.v1.worker.cpu_worker
 
     import kvsafe.engine.connector  # noqa: F401
 
@@ -90,7 +90,7 @@ def answer(link: socket.socket, value: dict[str, Any]) -> None:
 
 def chain(exc: BaseException) -> str:
     """The text of an exception and of what caused it."""
-    texts = []
+    texts: list[str] = []
     found: BaseException | None = exc
     while found is not None and len(texts) < 10:
         texts.append(f"{type(found).__name__}: {found}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,21 @@ def reset(state: State) -> bool:
     return bool(state.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
 
 
+def reset_external(state: State) -> bool:
+    """Reset the connector's tiers alone, while requests run."""
+    return bool(state.core.scheduler.reset_connector_cache())
+
+
+def wait_epoch(state: State, epoch: int) -> None:
+    """Step (small requests) until this engine has heard of an epoch."""
+    deadline = time.monotonic() + 30
+    while state.connector._spec.epochs.epoch != epoch:
+        state.finish([state.add([5, 6, 7], 1)])
+        time.sleep(0.05)
+        if time.monotonic() > deadline:
+            raise RuntimeError("the epoch never came")
+
+
 def paths(state: State, prompt: list[int], **values: Any) -> list[str]:
     """The fs tier's file of every chunk of a prompt."""
     names = state.tier._desk.names
@@ -155,10 +171,12 @@ def restore(state: State) -> None:
     state.restore()
 
 
+_ORDINARY: tuple[Callable[..., Any], ...] = (
+    start, ask, submit, finish, step, abort, settle, stop, restore,
+    drop_device, drop_host, reset, reset_external, wait_epoch,
+    paths, keys, metrics, free_blocks, resident, describe,
+)  # fmt: skip
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    operation.__name__: operation
-    for operation in (
-        start, ask, submit, finish, step, abort, settle, drop_device, drop_host, reset, paths,
-        keys, metrics, free_blocks, resident, describe, stop, restore, *faults.FAULTS,
-    )
-}  # fmt: skip
+    operation.__name__: operation for operation in (*_ORDINARY, *faults.FAULTS)
+}

@@ -129,6 +129,9 @@ class State:
 
     def finish(self, names: list[str], limit: int = STEP_LIMIT) -> dict[str, dict[str, Any]]:
         """Step until these requests have ended; raises when that takes too many steps."""
+        unknown = set(names) - set(self.running)
+        if unknown:
+            raise RuntimeError(f"these have ended already or never began: {sorted(unknown)}")
         done: dict[str, dict[str, Any]] = {}
         idle_until = time.monotonic() + SETTLE_S
         while len(done) < len(names):

@@ -195,7 +195,7 @@ def test_several_requests_meet_the_same_bad_chunk(bench: Bench, fresh: Fresh) ->
 
 
 @pytest.mark.parametrize("damage", [DAMAGES[4], DAMAGES[5], DAMAGES[11], DAMAGES[16]], ids=str)
-@pytest.mark.parametrize("bench", ["qwen3-fail"], indirect=True)
+@pytest.mark.parametrize("bench", ["qwen3-fail", "gemma3-fail"], indirect=True)
 def test_under_policy_fail_the_request_ends_with_an_error(
     bench: Bench, fresh: Fresh, damage: Damage
 ) -> None:

@@ -73,13 +73,11 @@ def test_a_restart_finds_the_chunks_on_disk(nursery: Nursery, tmp_path: Path) ->
     # Control: another store and another state know nothing of it.
     elsewhere = Place(tmp_path / "elsewhere")
     with nursery.running(models.qwen3(), kv_transfer_config=elsewhere.settings()) as engine:
-        assert engine.ask(question) .cached == 0
+        assert engine.ask(question).cached == 0
 
 
 @pytest.mark.parametrize("bench", ["qwen3", "gemma3"], indirect=True)
-def test_an_empty_connector_changes_no_token(
-    bench: Bench, nursery: Nursery, fresh: Fresh
-) -> None:
+def test_an_empty_connector_changes_no_token(bench: Bench, nursery: Nursery, fresh: Fresh) -> None:
     """F31, F32: no connector, nothing stored yet, and stored: all give the same tokens."""
     size = bench.chunk
     lengths = [2 * size - 1, 2 * size, 2 * size + 1, 3 * size - 1, 3 * size, 3 * size + 1]
@@ -119,6 +117,29 @@ def test_what_is_stored_is_served(bench: Bench, fresh: Fresh) -> None:
         assert refused(before, bench.engine) == {}
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_more_chunks_than_rows(nursery: Nursery, tmp_path: Path, policy: str) -> None:
+    """F27 with real evictions: nine rows, eighteen chunks, asked again in turns and at once."""
+    settings = Place(tmp_path).settings(cpu_bytes_to_use="10MiB", eviction_policy=policy)
+    questions = [prompt(20 + index, 400) for index in range(6)]
+    with nursery.running(models.qwen3(), kv_transfer_config=settings) as engine:
+        assert engine.do("describe")["rows"] == 9
+        cold = [engine.stored(question).tokens for question in questions]
+        for _ in range(2):
+            engine.drop_device()
+            again = [engine.ask(question) for question in questions]
+            assert [item.tokens for item in again] == cold
+            assert [item.cached for item in again] == [384] * 6
+        engine.drop_device()
+        together = engine.ask_all(questions)
+        assert [item.tokens for item in together] == cold
+        assert sum(item.cached for item in together) > 0
+        engine.settle()
+        metrics = engine.metrics()
+        assert metrics.total("chunks_opened_total", place="1:fs") > 18
+        assert metrics.refusals() == {}
+
+
 @pytest.mark.parametrize("bench", ["mla", "mla-2"], indirect=True)
 def test_mla_bytes_come_back_as_they_were(bench: Bench, fresh: Fresh) -> None:
     """F27 for MLA. The CPU engine ignores a loaded prefix, so bytes are compared, not tokens."""
@@ -137,7 +158,7 @@ def test_mla_bytes_come_back_as_they_were(bench: Bench, fresh: Fresh) -> None:
 def test_mla_on_cpu_is_refused_until_asked_for(nursery: Nursery, tmp_path: Path) -> None:
     engine = nursery.engine()
     try:
-        with pytest.raises(EngineFailed, match="MLA without prefix caching.*allow_unproven_groups"):
+        with pytest.raises(EngineFailed, match=r"MLA without prefix .*allow_unproven_groups"):
             engine.start(models.deepseek_mla(), kv_transfer_config=Place(tmp_path).settings())
     finally:
         engine.kill()

@@ -65,7 +65,7 @@ def keyring(suite: Suite, secrets: Sequence[bytes] = (SECRET,)) -> Keyring:
     if suite is Suite.BLAKE3:
         return Keyring.unkeyed()
     active, *older = (SealKey.of(secret) for secret in secrets)
-    return Keyring(suite.label, active, name_secret=NAMES, older=older)  # type: ignore[arg-type]
+    return Keyring(suite.label, active, name_secret=NAMES, older=older)
 
 
 def identity(**changes: object) -> bytes:

@@ -13,9 +13,9 @@ import pytest
 
 from kvsafe.seal import identity, opening, sealing
 from kvsafe.seal.cbor import CborError
-from kvsafe.seal.header import FixedPart, Header
+from kvsafe.seal.header import FixedPart, Header, read_fixed
 from kvsafe.seal.keyring import Keyring
-from kvsafe.seal.layout import MAGIC
+from kvsafe.seal.layout import MAGIC, RECORD
 from kvsafe.seal.opening import Opener
 from kvsafe.seal.refusal import Refusal
 from kvsafe.seal.suites import Suite
@@ -43,7 +43,12 @@ def fed(owner: object, name: str, change: Callable[..., tuple[Any, ...]]) -> Fau
 
 def both(*faults: Fault) -> Fault:
     """The same fault in several places."""
-    return lambda patch: [fault(patch) for fault in faults] and None
+
+    def fault(patch: pytest.MonkeyPatch) -> None:
+        for one in faults:
+            one(patch)
+
+    return fault
 
 
 def context(change: Callable[..., tuple[Any, ...]]) -> Fault:
@@ -86,10 +91,7 @@ def _first_record_only(self: Opener, header: Header) -> Refusal | None:
     return opening._check_writer(place, header.records[0], header.fixed.generation)
 
 
-_right_context = sealing.slice_context
-
-
-def _only_half_a_slice(*args: Any) -> Fault:
+def _only_half_a_slice() -> Fault:
     right = Suite.tag_parts
 
     def tag_parts(self: Suite, subkey: bytes, parts: Iterable[Any]) -> bytes:
@@ -115,10 +117,10 @@ def _prefix(header: Header, key: bytes) -> Refusal | None:
 _right_key = opening._check_key
 
 
-def _same_digest(self: Opener, row: memoryview, fixed: FixedPart, spans: Any) -> Refusal | None:
+def _same_digest(self: Opener, head: bytes, fixed: FixedPart, spans: Any) -> Refusal | None:
     if fixed.identity_digest == self._want.identity_digest:
         return None
-    return _right_identity(self, row, fixed, spans)
+    return _right_identity(self, head, fixed, spans)
 
 
 _right_identity = Opener._check_identity
@@ -131,19 +133,21 @@ def _any_encoding(data: Any, *, limit: int) -> object:
         raise CborError("no document") from None
 
 
-def _clean_tail(self: Opener, row: memoryview, spans: Any) -> tuple[Any, ...]:
+def _clean_tail(self: Opener, row: memoryview, *rest: Any) -> tuple[Any, ...]:
     layout = self._want.layout
     body = bytes(row[: layout.header_bytes + layout.payload_bytes])
-    return self, memoryview(body.ljust(layout.row_bytes, b"\0")), spans
+    return self, memoryview(body.ljust(layout.row_bytes, b"\0")), *rest
 
 
 def _covers_next(self: Header, slot: int) -> bool:
     return bool(self.coverage[(slot + 1) >> 3] >> ((slot + 1) & 7) & 1)
 
 
+_read = read_fixed
+
 FAULTS: dict[str, tuple[Fault, str]] = {
     # steps 1 and 2
-    "length unchecked": (instead(opening, "FIXED", opening.RECORD), "row of 143 bytes"),
+    "length unchecked": (instead(opening, "FIXED", RECORD), "row of 143 bytes"),
     "magic unchecked": (
         instead(opening, "read_fixed", lambda row: _read(row)._replace(magic=MAGIC)),
         "magic = 0000000000000000",
@@ -216,7 +220,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         fed(
             Opener,
             "_check_geometry",
-            lambda self, row, *rest: (self, row[: self._want.layout.row_bytes], *rest),
+            lambda self, *rest: (self, *rest[:-1], self._want.layout.row_bytes),
         ),
         "row of 8193 bytes",
     ),
@@ -288,7 +292,6 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         "slice of another rank",
     ),
 }
-_read = opening.read_fixed
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from kvsafe.seal import opening
 from kvsafe.seal.header import Header
 from kvsafe.seal.opening import read_outer
 from kvsafe.seal.refusal import MEANINGS, Refusal, RefusalKind, bounded
-from kvsafe.seal.suites import Suite
+from kvsafe.seal.suites import Suite, tags_equal
 from tests.seal.cases import BY_NAME, CASES, Case, check
-from tests.seal.rows import EPOCH, KEY, World
+from tests.seal.rows import EPOCH, KEY, OTHER_KEY, World, kind_of
 
 TESTS = Path(__file__).resolve().parents[1]
 LAST_STEP_OF_OPENING = 10
@@ -126,14 +127,32 @@ def test_a_ring_without_the_key_of_a_header_refuses_its_slices() -> None:
     assert refusal is not None and refusal.kind is RefusalKind.KEY_ID
 
 
+def test_a_row_that_changes_after_its_tag_was_checked_changes_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    row = world.chunk()
+
+    def slow(left: bytes, right: bytes) -> bool:
+        equal = tags_equal(left, right)
+        row[:4096] = world.chunk(OTHER_KEY, epoch=EPOCH + 1)[:4096]
+        return equal
+
+    monkeypatch.setattr(opening, "tags_equal", slow)
+    header = world.opener.open_header(memoryview(row), KEY, EPOCH)
+    assert isinstance(header, Header)
+    assert (header.key, header.fixed.epoch) == (KEY, EPOCH)
+    monkeypatch.undo()
+    assert kind_of(world.open(row)) == "501 key"
+
+
 def test_outer_reading_needs_no_engine() -> None:
     world = World()
     outer = read_outer(memoryview(world.chunk()), world.suite, world.keyring)
     assert not isinstance(outer, Refusal)
-    fixed, spans, seal_key = outer
+    fixed, spans, head = outer
     assert (fixed.epoch, fixed.writers, fixed.slots) == (EPOCH, 2, 5)
-    assert seal_key.key_id == world.keyring.active.key_id
-    assert spans.key == 144 and spans.tag == fixed.header_bytes - 32
+    assert spans.key == 144 and spans.tag == fixed.header_bytes - 32 == len(head) - 32
     other = World(Suite.HMAC_SHA256)
     refused = read_outer(memoryview(world.chunk()), other.suite, other.keyring)
     assert isinstance(refused, Refusal) and refused.kind is RefusalKind.SUITE

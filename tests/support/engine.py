@@ -163,7 +163,9 @@ class Engine:
         [done] = self.ask_all([prompt], count, **values)
         return done
 
-    def ask_all(self, prompts: Sequence[Sequence[int]], count: int = 4, **values: Any) -> list[Done]:
+    def ask_all(
+        self, prompts: Sequence[Sequence[int]], count: int = 4, **values: Any
+    ) -> list[Done]:
         """Run requests together to their ends."""
         answers = self.do("ask", prompts=[list(p) for p in prompts], count=count, **values)
         return [Done(tuple(a["tokens"]), a["cached"], a["finish"], a["steps"]) for a in answers]

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import re
 import shutil
 import signal
 import sys
@@ -35,6 +36,8 @@ __all__ = ["add_arguments", "run"]
 
 NEEDED_BYTES = 1 << 30
 TAIL_LINES = 30
+NOISE = re.compile(r"Route: |nanobind|^ - (leaked|\.\.\. skipped)|/health HTTP")
+"""Lines of a server's log that are many and tell nothing about a failure."""
 INTERRUPTED = 130
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 TROUBLE = (ServerError, ClientError, StepError, KeyFileError, OSError)
@@ -118,16 +121,17 @@ def _skip(lab: Lab, parts: tuple[Part, ...]) -> None:
 
 
 def _keep_logs(lab: Lab, keep: bool) -> str | None:
-    """After a failure: show the end of the last server's log; returns where all logs stay."""
-    if lab.log is None or not lab.log.exists():
+    """After a failure: show the end of that server's log; returns where all logs stay."""
+    log = lab.telling_log
+    if log is None or not log.exists():
         return None
-    kept = lab.log.parent
+    kept = log.parent
     if not keep:
         kept = Path(tempfile.mkdtemp(prefix="kvsafe-demo-logs-"))
-        shutil.copytree(lab.log.parent, kept, dirs_exist_ok=True)
-    tail = lab.log.read_text("utf-8", "replace").splitlines()[-TAIL_LINES:]
-    lab.screen.heading(f"the end of the last server's log (all logs are in {kept})")
-    for line in tail:
+        shutil.copytree(log.parent, kept, dirs_exist_ok=True)
+    lines = log.read_text("utf-8", "replace").splitlines()
+    lab.screen.heading(f"the end of {log.name} (all logs are in {kept})")
+    for line in [line for line in lines if not NOISE.search(line)][-TAIL_LINES:]:
         lab.screen.say(line)
     return str(kept)
 

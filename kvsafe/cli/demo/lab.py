@@ -41,6 +41,7 @@ class Lab:
     """The demo's folder and everything that outlives one server.
 
     `cold` and `chunk` are what the first server left: its answer and the file that was shown.
+    `log` belongs to the last server, `telling_log` to the first one of which a check failed.
     """
 
     folder: Path
@@ -50,6 +51,7 @@ class Lab:
     cold: Answer = field(default_factory=Answer)
     chunk: ChunkFile | None = None
     log: Path | None = None
+    telling_log: Path | None = None
 
     @property
     def store(self) -> Path:
@@ -121,7 +123,9 @@ class Lab:
     def check(self, step: str, expected: str, seen: str, ok: bool) -> None:
         """Note a check in the report, and say so."""
         self.report.add(step, expected, seen, ok)
-        self.screen.say(f"{'ok    ' if ok else 'FAILED'} {seen}")
+        if not ok and self.telling_log is None:
+            self.telling_log = self.log
+        self.screen.say(f"ok     {seen}" if ok else f"FAILED {seen}; expected: {expected}")
 
     def settle(self, done: Callable[[], bool], what: str) -> bool:
         """Wait until `done`, for a bounded time; returns whether it came to that."""

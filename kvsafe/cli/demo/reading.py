@@ -30,12 +30,14 @@ class Metrics:
 
         `counter` is the name without Prometheus' `_total`.
         """
-        return int(
-            sum(
-                value
-                for name, found, value in self.samples
-                if name == f"{counter}_total" and labels.items() <= found.items()
-            )
+        return int(self.value(f"{counter}_total", **labels))
+
+    def value(self, name: str, **labels: str) -> float:
+        """Sum of the samples of exactly this name that carry these labels; 0 when there is none."""
+        return sum(
+            value
+            for found, carried, value in self.samples
+            if found == name and labels.items() <= carried.items()
         )
 
 

@@ -24,6 +24,8 @@ MODEL_NAME = "demo"
 START_S = 300.0
 """Longest start, in seconds: the first one on a machine also compiles vLLM's Python files."""
 STOP_S = 20.0
+STOP_EARLY_S = 2.0
+"""A server that is still starting has nothing to finish, and vLLM does not listen then."""
 AFTERMATH_S = 5.0
 POLL_S = 0.2
 LOG_LIMIT = 8 << 20
@@ -96,6 +98,7 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self._process = process
         self._log = log
+        self._ready = False
         self.client = Client(port, MODEL_NAME)
 
     @property
@@ -124,6 +127,7 @@ class Server:
                 raise ServerError(f"the server was not ready after {START_S:.0f} s")
             wait(_stage(self.log), elapsed)
             time.sleep(POLL_S)
+        self._ready = True
         return time.monotonic() - start
 
     def stop(self) -> None:
@@ -133,22 +137,20 @@ class Server:
         """
         try:
             self._process.terminate()
-            self._process.wait(STOP_S)
-            self._wait_for_group(time.monotonic() + AFTERMATH_S)
+            self._process.wait(STOP_S if self._ready else STOP_EARLY_S)
+            self._wait_for_group()
         except subprocess.TimeoutExpired:
             pass
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            self._wait_for_group()
 
-    def _wait_for_group(self, deadline: float) -> None:
-        """Let the children that outlive the server for a moment end by themselves."""
-        while time.monotonic() < deadline:
-            try:
-                os.killpg(self._process.pid, 0)
-            except ProcessLookupError:
-                return
+    def _wait_for_group(self) -> None:
+        """Give the server's children a moment to end."""
+        deadline = time.monotonic() + AFTERMATH_S
+        while _group_runs(self._process.pid) and time.monotonic() < deadline:
             time.sleep(POLL_S / 4)
 
 
@@ -173,6 +175,19 @@ def running(launch: Launch) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+def _group_runs(group: int) -> bool:
+    """Whether a process of this group still runs.
+
+    Read from `/proc`: a signal also reaches the ended ones that nobody has collected yet.
+    """
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, _, found, *_ = path.read_text().rpartition(")")[2].split()
+            if found == str(group) and state != "Z":
+                return True
+    return False
 
 
 def _free_port() -> int:

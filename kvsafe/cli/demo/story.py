@@ -132,6 +132,15 @@ def _served_from_disk(lab: Lab, server: Server, step: str) -> None:
         served == lab.chunks and answer.cached_tokens == wanted,
     )
     lab.check(step, "the same tokens", _tokens(lab, answer), lab.same(answer))
+    lab.screen.say(_proof(server))
+
+
+def _proof(server: Server) -> str:
+    """What the proofs cost, as the server counts it."""
+    metrics = server.client.metrics()
+    seconds = metrics.value("kvsafe:verify_seconds_sum")
+    checks = int(metrics.value("kvsafe:verify_seconds_count"))
+    return f"the proofs took {seconds:.3f} s: {checks} checks, from disk and again before the copy"
 
 
 def _served(server: Server) -> int:
@@ -172,13 +181,15 @@ def _set_aside(lab: Lab, victim: chunkfile.ChunkFile, step: str) -> None:
     wanted = f"{PAYLOAD_TAG}-{victim.path.name}"
     names = [path.name for path in chunkfile.quarantined_files(lab.store)]
     seen = ", ".join(f"moved to {chunkfile.QUARANTINE}/{name[:13]}..." for name in names)
-    lab.check(step, "the file lies in quarantine", seen or "nothing there", names == [wanted])
+    lab.check(
+        step, "the file lies in quarantine", seen or "nothing in quarantine", names == [wanted]
+    )
 
 
 def _heal(lab: Lab) -> None:
     """The recomputed chunk is stored anew; the next part needs it."""
     if lab.all_on_disk():
-        lab.screen.say("the recomputed chunk has been sealed and stored again")
+        lab.screen.say(f"all {lab.chunks} chunks are on disk again, the recomputed one sealed anew")
         return
     raise StepError("the recomputed chunk did not come back to the disk tier")
 

@@ -16,13 +16,15 @@ from kvsafe.engine.config.values import (
     check_bool,
     check_json,
     check_path,
+    check_seconds,
+    check_size,
     int_between,
     matching,
     number_between,
     one_of,
 )
 
-PROVEN_TIER_TYPES: Final = ("fs",)
+PROVEN_TIER_TYPES: Final = ("fs", "kvsafe-fs")
 UNPROVEN_TIER_TYPES: Final = ("example", "obj", "p2p", "kvcr")
 
 _MODULE: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*){0,15}"
@@ -94,6 +96,54 @@ FS_TIER: Final[Mapping[str, Option]] = {
 }  # fmt: skip
 
 
+def _check_reserve(value: object) -> int:
+    """A size in bytes, or 0."""
+    return 0 if type(value) is int and value == 0 else check_size(value)
+
+
+KVSAFE_FS_TIER: Final[Mapping[str, Option]] = {
+    "type": Option("text", "`kvsafe-fs`", one_of("kvsafe-fs"), required=True),
+    "root_dir": Option(
+        "path", "Folder of the store, of this user alone; our state and key file lie outside it.",
+        check_path, required=True,
+    ),
+    "capacity_bytes": Option(
+        "size", "Most bytes in the folder, all processes together, at every moment.",
+        check_size, required=True,
+    ),
+    "reserve_bytes": Option(
+        "size", "Bytes left free on the file system for others.", _check_reserve, default="`0`"
+    ),
+    "ttl_s": Option(
+        "number", "A chunk written longer ago (s) is a miss and is removed.",
+        number_between(1, 3.2e8),
+    ),
+    "sync": Option(
+        "text", "What is synced before a store counts: `none`, `data`, or `full` (the name too).",
+        one_of("none", "data", "full"), default="`none`",
+    ),
+    "threads": Option(
+        "integer", "Threads that read and write.", int_between(1, MAX_THREADS), default="`16`"
+    ),
+    "direct_io": Option(
+        "text", "`auto` bypasses the page cache where it can, `on` insists, `off` does not.",
+        one_of("auto", "on", "off"), default="`auto`",
+    ),
+    "deadline_s": Option(
+        "seconds", "Longest wait, and longest run, of one operation; then it is a miss.",
+        check_seconds, default="`10.0`",
+    ),
+    "quarantine": Option(
+        "text", "As the key of the same name above; `keep` costs a miss each time.",
+        one_of("aside", "remove", "keep"), default="as above",
+    ),
+    "locality": Option("text", "`LOCAL` or `REMOTE`.", one_of("LOCAL", "REMOTE")),
+    "backpressure": Option("object", "Overrides the top level, key by key.", check_backpressure),
+}  # fmt: skip
+
+_OWN_TABLES: Final = {"fs": FS_TIER, "kvsafe-fs": KVSAFE_FS_TIER}
+
+
 class TierConfig(msgspec.Struct, frozen=True):
     """One secondary tier. `options` is everything but `type` and `module_path`, as checked."""
 
@@ -152,16 +202,26 @@ def _check_tier(value: object) -> TierConfig:
     if kind in known and "module_path" in value:
         hint = f"{kind} is built in: leave module_path out"
         raise Refused(Problem("module_path", "a key without effect", "", hint))
-    return _check_fs_tier(value) if kind == "fs" else _check_other_tier(kind, value)
+    if kind in _OWN_TABLES:
+        return TierConfig(kind, None, _by_table(_OWN_TABLES[kind], value))
+    return _check_other_tier(kind, value)
 
 
-def _check_fs_tier(raw: dict[object, object]) -> TierConfig:
+def _by_table(table: Mapping[str, Option], raw: Mapping[object, object]) -> dict[str, object]:
     problems: list[Problem] = []
-    values = read_table(FS_TIER, raw, problems)
+    values = read_table(table, raw, problems)
     if problems:
         raise Refused(*problems)
     del values["type"]
-    return TierConfig("fs", None, values)
+    return values
+
+
+def check_kvsafe_fs(raw: Mapping[object, object]) -> dict[str, object]:
+    """Check the options of a `kvsafe-fs` tier, `type` included; returns the others.
+
+    Sizes come back in bytes. Raises `Refused`. Checking twice changes nothing.
+    """
+    return _by_table(KVSAFE_FS_TIER, raw)
 
 
 def _check_other_tier(kind: str, raw: dict[object, object]) -> TierConfig:

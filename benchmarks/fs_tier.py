@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvsafe-fs` against vLLM's fs tier, in one run, over the same rows and the same disk.
+
+    python -m benchmarks.fs_tier [--json] [--rounds N] [--dir FOLDER] [--mib N] [--sync none]
+
+Both tiers get the same jobs through vLLM's `SecondaryTierManager` interface. Each round
+takes new names, stores them, drops the page cache where that is allowed, and loads them.
+`opened` is the load with keyed opening of every row after it, in two threads, as
+`ProvingTier` does it. Ratios are theirs / ours in seconds: above 1, ours is faster.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.fs import manager as stock
+
+from benchmarks.report import show
+from benchmarks.seal_open import Bench
+from kvsafe.engine.fs_tier import KVSafeFsTier
+from kvsafe.host import HostRegion, RegionShape
+from kvsafe.seal.suites import Suite
+
+KIB = 1024
+SIZES = (128 * KIB, 1024 * KIB)
+ROWS_PER_JOB = 16
+
+
+class _Mapper:
+    """Where vLLM's tier files its objects: its own shape of path, without an engine."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def get_file_name(self, key: bytes) -> str:
+        text = key.hex()
+        return f"{self._root}/{text[:3]}/{text[3:5]}_g0/{text}.bin"
+
+    def get_config_file_path(self) -> str:
+        return f"{self._root}/config.json"
+
+    def get_run_config(self) -> dict[str, object]:
+        return {}
+
+
+class Side:
+    """One tier over the rows of a region."""
+
+    def __init__(self, tier: SecondaryTierManager) -> None:
+        self.tier = tier
+        self._next = 0
+
+    def run(self, keys: list[bytes], load: bool) -> tuple[float, float]:
+        """Seconds and CPU seconds for all keys, row i for key i, all jobs in flight at once."""
+        rows = np.arange(len(keys), dtype=np.int32)
+        cpu, start = time.process_time(), time.perf_counter()
+        jobs = 0
+        for at in range(0, len(keys), ROWS_PER_JOB):
+            part = slice(at, at + ROWS_PER_JOB)
+            job = TransferJob(
+                job_id=self._next,
+                keys=[OffloadKey(key) for key in keys[part]],
+                chunk_ids=rows[part],
+                is_promotion=load,
+                req_context=ReqContext(req_id="bench"),
+            )
+            self._next += 1
+            jobs += 1
+            (self.tier.submit_load if load else self.tier.submit_store)(job)
+        while jobs:
+            for result in self.tier.get_finished_jobs():
+                if not result.success:
+                    raise SystemExit(f"{self.tier.tier_type}: a job failed")
+                jobs -= 1
+            time.sleep(0.0002)
+        return time.perf_counter() - start, time.process_time() - cpu
+
+    def lookups(self, keys: list[bytes]) -> float:
+        """Seconds until every key is answered HIT."""
+        start = time.perf_counter()
+        request = ReqContext(req_id=f"look{self._next}")
+        self._next += 1
+        waiting = [OffloadKey(key) for key in keys]
+        while waiting:
+            waiting = [k for k in waiting if self.tier.lookup(k, request) is not LookupResult.HIT]
+            self.tier.on_schedule_end(MagicMock())
+            time.sleep(0.0001)
+        self.tier.on_request_finished(request)
+        return time.perf_counter() - start
+
+
+def _sides(root: Path, rows: memoryview, row_bytes: int, sync: str) -> tuple[Side, Side]:
+    config = SimpleNamespace(quarantine="aside")
+    ours = KVSafeFsTier(
+        SimpleNamespace(station=SimpleNamespace(config=config)),
+        rows,
+        "kvsafe-fs",
+        root_dir=str(root / "ours"),
+        capacity_bytes=64 << 30,
+        sync=sync,
+        threads=32,
+    )
+    spec = SimpleNamespace(
+        blocks_per_chunk=1, kv_events_config=SimpleNamespace(enable_kv_cache_events=False)
+    )
+    mapper = MagicMock()
+    mapper.from_offloading_spec = lambda **_: _Mapper(str(root / "theirs"))
+    original, stock.FileMapper = stock.FileMapper, mapper
+    try:
+        theirs: Any = stock.FileSystemTierManager(spec, rows, "fs", root_dir=str(root / "theirs"))
+    finally:
+        stock.FileMapper = original
+    return Side(ours), Side(theirs)
+
+
+def _drop_cache() -> None:
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return
+
+
+class Sealed:
+    """Rows that carry seals, and the opening of all of them in two threads."""
+
+    def __init__(self, region: HostRegion, payload: int) -> None:
+        self._bench = Bench(Suite.BLAKE3_KEYED, payload)
+        self._region = region
+        self._threads = ThreadPoolExecutor(2)
+
+    def fill(self) -> None:
+        """The same sealed chunk in every row: what is measured is reading and opening."""
+        for row in range(self._region.shape.num_rows):
+            self._region.row(row)[:] = self._bench.row
+
+    def open(self) -> float:
+        """Seconds to open every row."""
+        start = time.perf_counter()
+        rows = range(self._region.shape.num_rows)
+        for answer in self._threads.map(self._open_one, rows):
+            if not hasattr(answer, "fixed"):
+                raise SystemExit(f"a row was refused: {answer}")
+        return time.perf_counter() - start
+
+    def _open_one(self, row: int) -> object:
+        return self._bench.opener.open(self._region.row(row), self._bench.key, 0, (0,))
+
+
+def _measure(size: int, options: argparse.Namespace, root: Path) -> list[dict[str, object]]:
+    payload = size - 4096
+    count = max(ROWS_PER_JOB, (options.mib << 20) // size)
+    region = HostRegion.open(f"bench-{os.getpid()}-{size}", RegionShape(count, size, 1))
+    region.forget_name()
+    sealed = Sealed(region, payload)
+    sides = _sides(root, memoryview(region.rows), size, options.sync)
+    taken: dict[str, list[list[float]]] = {}
+    try:
+        for round_ in range(options.rounds):
+            for side in (0, 1) if round_ % 2 else (1, 0):
+                sealed.fill()
+                _round(sides[side], side, count, sealed, taken)
+    finally:
+        for one in sides:
+            one.tier.shutdown()
+        region.close()
+    return [_line(size, count, name, pairs, options.sync) for name, pairs in taken.items()]
+
+
+def _round(
+    one: Side, side: int, count: int, sealed: Sealed, taken: dict[str, list[list[float]]]
+) -> None:
+    keys = [os.urandom(32) + bytes(4) for _ in range(count)]
+    stored, stored_cpu = one.run(keys, load=False)
+    looked = one.lookups(keys)
+    _drop_cache()
+    loaded, loaded_cpu = one.run(keys, load=True)
+    opened = loaded + sealed.open()
+    values = {
+        "store": stored,
+        "load": loaded,
+        "load, opened": opened,
+        "lookup": looked,
+        "store cpu": stored_cpu,
+        "load cpu": loaded_cpu,
+    }
+    for name, value in values.items():
+        taken.setdefault(name, [[], []])[side].append(value)
+
+
+def _line(
+    size: int, count: int, name: str, pairs: list[list[float]], sync: str
+) -> dict[str, object]:
+    ours, theirs = statistics.median(pairs[0]), statistics.median(pairs[1])
+    if name == "load, opened":
+        # The stock tier opens nothing: this is our load with opening against their bare one.
+        theirs = theirs if theirs else ours
+    ratios = sorted(b / a for a, b in zip(*pairs, strict=True))
+    gb = size * count / 1e9
+    unit = count if name == "lookup" else gb
+    return {
+        "row_kib": size // KIB,
+        "what": name,
+        "sync": sync,
+        "ours": unit / ours,
+        "theirs": unit / theirs,
+        "unit": "1/s" if name == "lookup" else ("GB per cpu s" if "cpu" in name else "GB/s"),
+        "ratio": statistics.median(ratios),
+        "low": ratios[0],
+        "high": ratios[-1],
+    }
+
+
+def main() -> int:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description="kvsafe-fs against vLLM's fs tier")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=512, help="MiB per round and side")
+    parser.add_argument("--dir", default=None, help="a folder on the disk to measure")
+    parser.add_argument("--sync", default="none", choices=("none", "data", "full"))
+    options = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    for size in SIZES:
+        root = Path(tempfile.mkdtemp(dir=options.dir))
+        try:
+            rows += _measure(size, options, root)
+        finally:
+            shutil.rmtree(root)
+    show(rows, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private page-aligned buffers, one per thread, and copies that let other threads run."""
+
+import ctypes
+import mmap
+import threading
+
+
+class ThreadBuffers:
+    """One buffer of `size` bytes per thread that asks. A stuck thread keeps its own."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._local = threading.local()
+
+    def get(self) -> memoryview:
+        """This thread's buffer."""
+        view: memoryview | None = getattr(self._local, "view", None)
+        if view is None:
+            view = memoryview(mmap.mmap(-1, self._size))
+            self._local.view = view
+        return view
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy equal lengths of writable bytes without holding the interpreter's lock."""
+    if len(target) != len(source):
+        raise ValueError(f"{len(source)} bytes into {len(target)}")
+    into = (ctypes.c_char * len(target)).from_buffer(target)
+    out = (ctypes.c_char * len(source)).from_buffer(source)
+    ctypes.memmove(into, out, len(target))
+
+
+def page_aligned(view: memoryview) -> bool:
+    """Whether this memory begins on a page. False for memory that cannot be asked."""
+    if view.readonly or len(view) == 0:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % mmap.PAGESIZE == 0

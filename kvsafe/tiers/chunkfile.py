@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One chunk file: written whole under a temporary name and published, or read whole."""
+
+import os
+from collections.abc import Callable
+from typing import Literal
+
+from kvsafe.tiers.calls import Os
+from kvsafe.tiers.folders import Folders
+from kvsafe.tiers.outcome import Flaw
+
+Sync = Literal["none", "data", "full"]
+DIRECT_ALIGN = 4096
+
+
+class Abandoned(Exception):
+    """The operation is over its deadline: nobody wants its result any more."""
+
+
+class Truncated(Exception):
+    """The file ended before its length: it was cut while it was read."""
+
+
+class Writer:
+    """Writes chunk files. Thread-safe."""
+
+    def __init__(self, calls: Os, folders: Folders, sync: Sync, direct: bool) -> None:
+        self._calls = calls
+        self._folders = folders
+        self._sync = sync
+        self._direct = direct
+
+    def write(self, temporary: str, row: memoryview, *, aligned: bool) -> None:
+        """Write the whole row under a temporary name and sync it as set. Raises `OSError`."""
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        if self._direct and aligned:
+            flags |= os.O_DIRECT
+        fd = self._calls.open(self._folders.temporary, temporary, flags)
+        try:
+            self._fill(fd, row)
+            if self._sync != "none":
+                self._calls.fdatasync(fd)
+        except BaseException:
+            self._close_quietly(fd)
+            raise
+        # An error of close is an error of the write: some file systems tell it only here.
+        self._calls.close(fd)
+
+    def _fill(self, fd: int, row: memoryview) -> None:
+        done = 0
+        while done < len(row):
+            if done % DIRECT_ALIGN:
+                self._calls.plain(fd)
+            with row[done:] as rest:
+                taken = self._calls.write(fd, rest, done)
+            if taken <= 0:
+                raise OSError(5, "a write took no bytes")
+            done += taken
+
+    def publish(self, temporary: str, bucket: str, name: str) -> None:
+        """Give the file its name; `FileExistsError` if there is one already."""
+        try:
+            self._publish(temporary, bucket, name)
+        except FileNotFoundError:
+            # The bucket was removed behind our back: once more, with a new one.
+            self._folders.forget_bucket(bucket)
+            self._publish(temporary, bucket, name)
+
+    def _publish(self, temporary: str, bucket: str, name: str) -> None:
+        folder = self._folders.bucket(bucket, make=True)
+        self._calls.publish(self._folders.temporary, temporary, folder, name)
+
+    def settle(self, bucket: str) -> None:
+        """Make the name of what was published survive, if that is set."""
+        if self._sync == "full":
+            self._calls.fsync(self._folders.bucket(bucket, make=False))
+            self._calls.fsync(self._folders.objects)
+
+    def _close_quietly(self, fd: int) -> None:
+        try:
+            self._calls.close(fd)
+        except OSError:
+            return
+
+
+class Reader:
+    """Reads chunk files. Thread-safe."""
+
+    def __init__(self, calls: Os, folders: Folders, direct: bool) -> None:
+        self._calls = calls
+        self._folders = folders
+        self._direct = direct
+
+    def read(
+        self,
+        bucket: str,
+        name: str,
+        into: memoryview,
+        admit: Callable[[int, os.stat_result], Flaw | None],
+    ) -> Flaw | None:
+        """Fill `into` with the whole file, or say why it cannot be a chunk.
+
+        `admit` looks at the open file first; what it returns ends the read. Raises `OSError`
+        and `Truncated`.
+        """
+        fd = self._open(self._folders.bucket(bucket, make=False), name)
+        try:
+            flaw = admit(fd, self._calls.fstat(fd))
+            if flaw is None:
+                self._fill(fd, into)
+            return flaw
+        finally:
+            self._calls.close(fd)
+
+    def _open(self, folder: int, name: str) -> int:
+        if self._direct:
+            try:
+                return self._calls.open(folder, name, os.O_RDONLY | os.O_DIRECT)
+            except OSError as exc:
+                if exc.errno != 22:  # EINVAL: not something that can be read directly
+                    raise
+        return self._calls.open(folder, name, os.O_RDONLY)
+
+    def _fill(self, fd: int, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            if done % DIRECT_ALIGN:
+                self._calls.plain(fd)
+            with into[done:] as rest:
+                came = self._calls.read(fd, rest, done)
+            if came <= 0:
+                raise Truncated
+            done += came

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Housekeeping beside the serving: sweeps, counts, time to live, recency, the reserve.
+
+Nothing waits for it: lookups and loads go by name from the first moment. Stores wait for
+the first count only where the account is not known (first start, or after a reboot).
+"""
+
+import os
+import stat
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvsafe.tiers.calls import Os
+from kvsafe.tiers.folders import SUFFIX, Folders
+from kvsafe.tiers.leases import Lease, sweep
+from kvsafe.tiers.ledger import Ledger
+from kvsafe.tiers.outcome import GONE
+from kvsafe.tiers.room import Candidate, Room, counted_bytes
+
+TICK_S = 5.0
+_SWEEP_S = 60.0
+_COUNT_S = 3600.0
+_TOUCHED_LIMIT = 1 << 16
+_PAUSE_EVERY = 256
+_PAUSE_S = 0.0005
+_QUICK_S = 0.25
+FRESH_S = 30.0
+"""A file used less than this long ago is not marked as used again."""
+
+
+@dataclass(slots=True)
+class Counted:
+    """What the last count found."""
+
+    files: int = 0
+    bytes: int = 0
+    expired: int = 0
+    seconds: float = 0.0
+
+
+class Keeper:
+    """The background thread of one store."""
+
+    def __init__(
+        self, calls: Os, folders: Folders, ledger: Ledger, lease: Lease, ttl_s: float | None
+    ) -> None:
+        self._calls = calls
+        self._folders = folders
+        self._ledger = ledger
+        self._lease = lease
+        self.ttl_s = ttl_s
+        self.room: Room | None = None
+        self.counted = Counted()
+        self.counts = 0
+        self.swept = 0
+        self.errors: Counter[str] = Counter()
+        self._touched: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stop = False
+        self._done = threading.Condition()
+        self._wanted = True
+        self._last_sweep = self._last_count = float("-inf")
+        self._thread = threading.Thread(target=self._run, name="kvsafe-fs-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the first tick sweeps and counts."""
+        self._thread.start()
+
+    def want_count(self) -> None:
+        """Ask for a count soon: the account is not known, or candidates run out."""
+        self._wanted = True
+        self._wake.set()
+
+    def recount(self) -> None:
+        """Ask for a count and, where counts are quick, wait for it."""
+        before = self.counts
+        self.want_count()
+        if self.counted.seconds < _QUICK_S:
+            self.wait_counted(before + 1, 4 * _QUICK_S)
+
+    def touch(self, places: Iterable[tuple[str, str]]) -> None:
+        """Note names as used; the marks are set in batches."""
+        with self._lock:
+            for place in places:
+                self._touched[place] = None
+                self._touched.move_to_end(place)
+            while len(self._touched) > _TOUCHED_LIMIT:
+                self._touched.popitem(last=False)
+
+    def wait_counted(self, counts: int = 1, timeout_s: float = 30.0) -> bool:
+        """Wait until `counts` counts have ended in all (for tests and commands)."""
+        with self._done:
+            return self._done.wait_for(lambda: self.counts >= counts, timeout_s)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread; False if it is stuck in a call."""
+        self._stop = True
+        self._wake.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._wake.clear()
+            self.tick()
+            self._wake.wait(TICK_S)
+
+    def tick(self) -> None:
+        """One round. A failed part is counted and tried again next time."""
+        for part in (self._sweep, self._mark_used, self._count, self._relieve):
+            try:
+                if not self._stop:
+                    part()
+            except (OSError, ValueError) as exc:
+                self.errors[f"{part.__name__}: {type(exc).__name__}"] += 1
+
+    def _sweep(self) -> None:
+        now = self._calls.clock()
+        if now - self._last_sweep > _SWEEP_S:
+            self._last_sweep = now
+            swept = sweep(self._calls, self._folders, self._lease.name)
+            self.swept += swept
+            if swept:
+                self._wanted = True  # their grants are charged until the next count
+
+    def _relieve(self) -> None:
+        if self.room is not None:
+            self.room.relieve()
+
+    def _count(self) -> None:
+        clock, room = self._calls.clock, self.room
+        since = clock() - self._last_count
+        often = min(_COUNT_S, max(TICK_S, self.ttl_s / 10)) if self.ttl_s else _COUNT_S
+        if not self._wanted and since < often:
+            return
+        # Counting costs: however often it is asked for, a tenth of the time at most.
+        if since < 10 * self.counted.seconds:
+            return
+        self._wanted = False
+        start = clock()
+        self.counted = Counted()
+        begun = self._ledger.begin_count()
+        if room is not None:
+            room.offer(self._candidates())
+        self._ledger.end_count(begun, self.counted.bytes)
+        self.counted.seconds = clock() - start
+        self._last_count = clock()
+        with self._done:
+            self.counts += 1
+            self._done.notify_all()
+
+    def _candidates(self) -> Iterator[Candidate]:
+        for bucket in ("", *self._folders.bucket_names()):
+            try:
+                folder = self._folder(bucket)
+                entries = self._listing(folder)
+            except FileNotFoundError:
+                continue
+            for number, (name, info) in enumerate(entries):
+                if number % _PAUSE_EVERY == 0:
+                    # Let the serving threads have the interpreter.
+                    time.sleep(_PAUSE_S)
+                if stat.S_ISREG(info.st_mode) and not self._expired(bucket, folder, name, info):
+                    self.counted.files += 1
+                    self.counted.bytes += counted_bytes(info)
+                    if not bucket or name.endswith(SUFFIX):
+                        yield info.st_atime_ns, bucket, name
+
+    def _listing(self, folder: int) -> list[tuple[str, os.stat_result]]:
+        fd = self._folders.reopen(folder)
+        try:
+            return self._calls.listing(fd)
+        finally:
+            self._calls.close(fd)
+
+    def _expired(self, bucket: str, folder: int, name: str, info: os.stat_result) -> bool:
+        """Remove a chunk that has outlived its time. What is in quarantine stays."""
+        if not bucket or not self.outlived(info) or self.room is None:
+            return False
+        try:
+            self.room.remove(folder, name)
+        except OSError:
+            return False
+        self.counted.expired += 1
+        return True
+
+    def outlived(self, info: os.stat_result) -> bool:
+        """Whether a file was written longer ago than its time to live."""
+        return self.ttl_s is not None and self._calls.now() - info.st_mtime > self.ttl_s
+
+    def _folder(self, bucket: str) -> int:
+        return self._folders.bucket(bucket, make=False) if bucket else self._folders.aside
+
+    def _mark_used(self) -> None:
+        with self._lock:
+            places, self._touched = self._touched, OrderedDict()
+        for bucket, name in places:
+            if self._stop:
+                return
+            self._mark_one(bucket, name)
+
+    def _mark_one(self, bucket: str, name: str) -> None:
+        try:
+            fd = self._calls.open(self._folder(bucket), name, os.O_RDONLY)
+        except OSError as exc:
+            if exc.errno not in GONE:
+                self.errors[f"touch: {exc.errno}"] += 1
+            return
+        try:
+            mark_used(self._calls, fd, self._calls.fstat(fd))
+        finally:
+            self._calls.close(fd)
+
+
+def mark_used(calls: Os, fd: int, info: os.stat_result) -> None:
+    """Set the time of last use, unless it is recent. The time of writing stays."""
+    now = calls.now()
+    if now - info.st_atime > FRESH_S:
+        calls.utime(fd, int(now * 1e9), info.st_mtime_ns)

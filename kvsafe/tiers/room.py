@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room to write: grants from the shared ledger, and eviction of what was used least lately.
+
+A process takes room in grants of several rows, so that most writes ask nobody. Candidates
+for eviction are the oldest few thousand names of the last listing, looked at again before
+they go; so memory does not grow with the store, and recency lives in the files themselves.
+"""
+
+import heapq
+import os
+import stat
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from kvsafe.tiers.calls import Os
+from kvsafe.tiers.folders import Folders
+from kvsafe.tiers.leases import Lease
+from kvsafe.tiers.ledger import Account, Ledger, Limits, free_bytes, whole_pages
+from kvsafe.tiers.outcome import GONE
+
+CANDIDATES = 16384
+_GRANT_BYTES = 32 << 20
+_GRANT_ROWS = 32
+_ATTEMPTS = 4
+_WAIT_S = 5.0
+_LATER_NS = 1_000_000
+
+Candidate = tuple[int, str, str]
+"""(time of last use in ns, bucket or "" for quarantine, file name)"""
+
+
+class Room:
+    """The room of one process. Thread-safe."""
+
+    def __init__(
+        self,
+        calls: Os,
+        folders: Folders,
+        ledger: Ledger,
+        lease: Lease,
+        limits: Limits,
+        recount: Callable[[], object],
+    ) -> None:
+        self._calls = calls
+        self._folders = folders
+        self._ledger = ledger
+        self._lease = lease
+        self._limits = limits
+        self._recount = recount
+        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._unspent = 0
+        self._in_flight = 0
+        self._candidates: list[Candidate] = []
+        self.evicted: Counter[str] = Counter()
+        rows = limits.capacity // (64 * whole_pages(folders.row_bytes))
+        rows = max(1, min(rows, _GRANT_ROWS, _GRANT_BYTES // whole_pages(folders.row_bytes)))
+        self.grant_bytes = rows * whole_pages(folders.row_bytes)
+
+    @property
+    def held(self) -> int:
+        """Bytes that this process may still write, in flight included."""
+        with self._lock:
+            return self._unspent + self._in_flight
+
+    @property
+    def short(self) -> bool:
+        """Whether few candidates are left to evict."""
+        return len(self._candidates) < CANDIDATES // 8
+
+    def account(self) -> Account:
+        """The shared account, as it is now."""
+        return self._ledger.peek()
+
+    def take(self, amount: int) -> bool:
+        """Reserve `amount` bytes, evicting if need be. False if there is no room."""
+        for attempt in range(_ATTEMPTS):
+            if self._take_unspent(amount):
+                return True
+            if not self._asking.acquire(timeout=_WAIT_S):
+                return False
+            try:
+                if self._take_unspent(amount):
+                    return True
+                if not self._ask(amount) and not self.evict(self._wanted(amount)):
+                    self._recount()
+                    if attempt:
+                        return False
+            finally:
+                self._asking.release()
+        return False
+
+    def _take_unspent(self, amount: int) -> bool:
+        with self._lock:
+            if self._unspent < amount:
+                return False
+            self._unspent -= amount
+            self._in_flight += amount
+            return True
+
+    def _wanted(self, amount: int) -> int:
+        return max(amount, self.grant_bytes)
+
+    def _ask(self, amount: int) -> bool:
+        for want in sorted({self._wanted(amount), amount}, reverse=True):
+            if self._ledger.grant(self._lease, want, lambda: self.held, self._limits):
+                with self._lock:
+                    self._unspent += want
+                return True
+        return False
+
+    def spent(self, amount: int) -> None:
+        """The reserved bytes are in a published file now."""
+        with self._lock:
+            self._in_flight -= amount
+
+    def give_back(self, amount: int) -> None:
+        """The reserved bytes were not used, and nothing of them is on the disk."""
+        with self._lock:
+            self._in_flight -= amount
+            self._unspent += amount
+
+    def return_unspent(self) -> None:
+        """Give unused grants back to everybody."""
+        with self._lock:
+            amount, self._unspent = self._unspent, 0
+        self._ledger.settle(self._lease, lambda: self.held, amount)
+
+    def offer(self, candidates: Iterable[Candidate]) -> None:
+        """Take the oldest names of a listing as candidates for eviction."""
+        chosen = heapq.nsmallest(CANDIDATES, candidates)
+        self._candidates = chosen  # sorted, so already a heap
+
+    def offer_one(self, bucket: str, name: str) -> None:
+        """Take a file that was just written as the newest candidate, while there is place."""
+        if len(self._candidates) < CANDIDATES:
+            heapq.heappush(self._candidates, (int(self._calls.now() * 1e9), bucket, name))
+
+    def evict(self, amount: int) -> bool:
+        """Remove least lately used files of `amount` bytes at least. True if any went."""
+        epoch = self._ledger.peek().epoch
+        freed = 0
+        for _ in range(2 * CANDIDATES):
+            if freed >= amount or not self._candidates:
+                break
+            freed += self._evict_oldest()
+        return freed > 0 and self._ledger.removed(freed, epoch)
+
+    def _evict_oldest(self) -> int:
+        try:
+            used, bucket, name = heapq.heappop(self._candidates)
+        except IndexError:
+            return 0
+        try:
+            folder = self._folder(bucket)
+            info = self._calls.stat(folder, name)
+            if info.st_atime_ns > used + _LATER_NS:
+                heapq.heappush(self._candidates, (info.st_atime_ns, bucket, name))
+                return 0
+            return self._remove(folder, bucket, name, info)
+        except OSError as exc:
+            if exc.errno not in GONE:
+                self.evicted["failed"] += 1
+            return 0
+
+    def _remove(self, folder: int, bucket: str, name: str, info: os.stat_result) -> int:
+        if not stat.S_ISREG(info.st_mode):
+            return 0
+        self._calls.unlink(folder, name)
+        self.evicted["chunk" if bucket else "quarantined"] += 1
+        return self._charged(info)
+
+    def _charged(self, info: os.stat_result) -> int:
+        """What a removed file was charged: never more than a row, whatever it has become."""
+        return min(whole_pages(info.st_size), whole_pages(self._folders.row_bytes))
+
+    def _folder(self, bucket: str) -> int:
+        return self._folders.bucket(bucket, make=False) if bucket else self._folders.aside
+
+    def remove(self, folder: int, name: str) -> bool:
+        """Remove one file and uncharge it. Raises `OSError`; False if it was gone."""
+        epoch = self._ledger.peek().epoch
+        try:
+            info = self._calls.stat(folder, name)
+            self._calls.unlink(folder, name)
+        except FileNotFoundError:
+            return False
+        if stat.S_ISREG(info.st_mode):
+            self._ledger.removed(self._charged(info), epoch)
+        return True
+
+    def relieve(self) -> None:
+        """Evict when others have eaten into the reserve, or a smaller capacity was set."""
+        over = self.account().charged - self._limits.capacity
+        if self._limits.reserve:
+            over = max(over, self._limits.reserve - free_bytes(self._calls, self._folders))
+        if over > 0 and self._asking.acquire(timeout=_WAIT_S):
+            try:
+                self.evict(over)
+            finally:
+                self._asking.release()
+
+
+def counted_bytes(info: os.stat_result) -> int:
+    """What a file counts for in a count: no less than it holds."""
+    return max(whole_pages(info.st_size), info.st_blocks * 512)

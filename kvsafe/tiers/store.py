@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk store of chunks: rows in, rows out, by object name, in one folder.
+
+Several processes can use one folder. Every method may be called from any thread, answers
+with a value, and may be stuck in a system call for as long as the kernel likes: deadlines
+are the caller's (`pool.py`). See `spec/fs-tier.md` for the rules.
+"""
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvsafe.tiers.calls import Os
+from kvsafe.tiers.chunkfile import DIRECT_ALIGN, Reader, Sync, Truncated, Writer
+from kvsafe.tiers.folders import Folders, StoreRefused
+from kvsafe.tiers.keeper import Keeper, mark_used
+from kvsafe.tiers.leases import Lease
+from kvsafe.tiers.ledger import Ledger, Limits, whole_pages
+from kvsafe.tiers.outcome import Answer, FileId, Flaw, Outcome, Verdict, outcome_of
+from kvsafe.tiers.quarantine import Policy, Quarantine
+from kvsafe.tiers.room import Room
+
+Judge = Callable[[memoryview], Verdict | None]
+OnFlaw = Callable[[bytes, Flaw, bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSetting:
+    """How a store behaves. Sizes in bytes, times in seconds.
+
+    Attributes:
+        flaw_number: refusal number of what is not even a regular file of one row.
+        lock_wait_s: longest wait for the shared ledger.
+    """
+
+    root: str
+    row_bytes: int
+    capacity_bytes: int
+    reserve_bytes: int = 0
+    ttl_s: float | None = None
+    sync: Sync = "none"
+    direct_io: Literal["auto", "on", "off"] = "auto"
+    quarantine: Policy = "aside"
+    flaw_number: int = 0
+    lock_wait_s: float = 5.0
+
+
+class ChunkStore:
+    """One process on one store folder."""
+
+    def __init__(self, setting: StoreSetting, calls: Os | None = None) -> None:
+        if setting.row_bytes < 1 or setting.capacity_bytes < whole_pages(setting.row_bytes):
+            raise StoreRefused(
+                f"capacity_bytes {setting.capacity_bytes} holds no row of {setting.row_bytes}"
+            )
+        self.setting = setting
+        self.calls = calls = calls or Os()
+        self.folders = folders = Folders(
+            calls, setting.root, setting.row_bytes, setting.flaw_number
+        )
+        try:
+            self._assemble(setting, calls, folders)
+        except OSError as exc:
+            folders.close()
+            raise StoreRefused(f"{setting.root} cannot be used: {exc}") from exc
+        except StoreRefused:
+            folders.close()
+            raise
+        self.keeper.start()
+
+    def _assemble(self, setting: StoreSetting, calls: Os, folders: Folders) -> None:
+        self.direct = self._direct(setting, folders)
+        ledger = Ledger(calls, folders, setting.lock_wait_s)
+        self.lease = Lease(calls, folders)
+        self.keeper = Keeper(calls, folders, ledger, self.lease, setting.ttl_s)
+        limits = Limits(setting.capacity_bytes, setting.reserve_bytes)
+        self.room = Room(calls, folders, ledger, self.lease, limits, self.keeper.recount)
+        self.keeper.room = self.room
+        self._ledger = ledger
+        self._writer = Writer(calls, folders, setting.sync, self.direct)
+        self._reader = Reader(calls, folders, self.direct)
+        self._charge = whole_pages(setting.row_bytes)
+        self.counts: Counter[str] = Counter()
+        self._quarantine = Quarantine(folders, self.room, setting.quarantine, self.counts)
+        self.on_flaw: OnFlaw | None = None
+
+    @staticmethod
+    def _direct(setting: StoreSetting, folders: Folders) -> bool:
+        fits = setting.row_bytes % DIRECT_ALIGN == 0
+        if setting.direct_io == "on" and not (folders.direct and fits):
+            raise StoreRefused("direct_io is on, but this file system or row length has none")
+        return setting.direct_io != "off" and folders.direct and fits
+
+    def put(
+        self,
+        name: bytes,
+        row: memoryview,
+        *,
+        aligned: bool = False,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> Outcome:
+        """Store a row of exactly `row_bytes` under its name; never replaces a good file.
+
+        `aligned` says that its memory begins on a page. `wanted` is asked before the file is
+        published: after a deadline the row may belong to another chunk.
+        """
+        if len(row) != self.setting.row_bytes:
+            raise ValueError(f"a row of {len(row)} bytes, not {self.setting.row_bytes}")
+        bucket, file = self.folders.place(name)
+        try:
+            if self._stands(name, bucket, file):
+                return Outcome(Answer.PRESENT)
+            if not self.room.take(self._charge):
+                return Outcome(Answer.NO_ROOM, "capacity or reserve")
+        except OSError as exc:
+            return outcome_of(exc)
+        return self._counted(self._write(bucket, file, row, aligned, wanted))
+
+    def _stands(self, name: bytes, bucket: str, file: str) -> bool:
+        """Whether a file that can be this chunk is there; one that cannot is moved away."""
+        try:
+            info = self.calls.stat(self.folders.bucket(bucket, make=False), file)
+        except FileNotFoundError:
+            return False
+        flaw = self.folders.flaw(info)
+        if flaw is None:
+            return not self.keeper.outlived(info) or not self._expire(bucket, file)
+        self._found_flaw(name, flaw, FileId.of(info))
+        return False
+
+    def _write(
+        self, bucket: str, file: str, row: memoryview, aligned: bool, wanted: Callable[[], bool]
+    ) -> Outcome:
+        temporary = self.lease.temporary()
+        written = False
+        try:
+            self._writer.write(temporary, row, aligned=aligned)
+            written = True
+            if not wanted():
+                return self._undo(temporary, Outcome(Answer.LATE), written)
+            self._writer.publish(temporary, bucket, file)
+        except FileExistsError:
+            return self._undo(temporary, Outcome(Answer.PRESENT), written)
+        except OSError as exc:
+            return self._undo(temporary, outcome_of(exc), written)
+        self.room.spent(self._charge)
+        self.room.offer_one(bucket, file)
+        try:
+            self._writer.settle(bucket)
+        except OSError as exc:
+            # It is there and whole, but may not survive a power loss.
+            return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
+        return Outcome(Answer.DONE)
+
+    def _undo(self, temporary: str, outcome: Outcome, written: bool) -> Outcome:
+        try:
+            self.calls.unlink(self.folders.temporary, temporary)
+        except FileNotFoundError:
+            if written:
+                # A rename that reported an error and happened all the same.
+                self.room.spent(self._charge)
+                return outcome
+        except OSError:
+            # Its bytes stay reserved; whoever sweeps after our end removes it.
+            self.counts["leftover"] += 1
+            return outcome
+        self.room.give_back(self._charge)
+        return outcome
+
+    def get(self, name: bytes, into: memoryview, judge: Judge | None = None) -> Outcome:
+        """Read a whole row into `into` (exactly `row_bytes`), and let `judge` open it there.
+
+        On any other outcome than DONE the buffer may hold anything.
+        """
+        if len(into) != self.setting.row_bytes:
+            raise ValueError(f"a buffer of {len(into)} bytes, not {self.setting.row_bytes}")
+        bucket, file = self.folders.place(name)
+        seen: list[FileId] = []
+        try:
+            flaw = self._reader.read(
+                bucket, file, into, lambda fd, info: self._admit(name, fd, info, seen)
+            )
+        except Truncated:
+            flaw = Flaw("file bytes", str(len(into)), "fewer while reading", self._flaw_number)
+        except OSError as exc:
+            return self._counted(self._read_error(name, bucket, file, exc))
+        if flaw is not None:
+            return self._counted(self._unfit(name, bucket, file, flaw, seen))
+        verdict = judge(into) if judge is not None else None
+        if verdict is not None:
+            moved = self.quarantine(name, verdict.number, str(verdict))
+            return self._counted(Outcome(Answer.REFUSED, str(verdict), verdict, moved))
+        return self._counted(Outcome(Answer.DONE))
+
+    @property
+    def _flaw_number(self) -> int:
+        return self.setting.flaw_number
+
+    def _admit(self, name: bytes, fd: int, info: os.stat_result, seen: list[FileId]) -> Flaw | None:
+        seen.append(FileId.of(info))
+        flaw = self.folders.flaw(info)
+        if flaw is not None:
+            return flaw
+        if self.keeper.outlived(info):
+            return Flaw("age", "", "outlived")
+        self._quarantine.note_read(name, seen[0])
+        try:
+            mark_used(self.calls, fd, info)
+        except OSError:
+            self.counts["not marked"] += 1
+        return None
+
+    def _read_error(self, name: bytes, bucket: str, file: str, error: OSError) -> Outcome:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
+            # A link, a socket, a device: no file of ours.
+            flaw = Flaw("file type", "-", errno.errorcode[error.errno or 0], self._flaw_number)
+            return self._unfit(name, bucket, file, flaw, [])
+        outcome = outcome_of(error)
+        # Too little memory or space to read is not "no room" for anything.
+        return (
+            outcome
+            if outcome.answer is Answer.MISSING
+            else Outcome(Answer.UNREACHABLE, outcome.why)
+        )
+
+    def _unfit(
+        self, name: bytes, bucket: str, file: str, flaw: Flaw, seen: list[FileId]
+    ) -> Outcome:
+        if flaw.field == "age":
+            self._expire(bucket, file)
+            return Outcome(Answer.MISSING, "outlived")
+        moved = self._found_flaw(name, flaw, seen[0] if seen else None)
+        return Outcome(Answer.REFUSED, str(flaw), flaw, moved)
+
+    def _expire(self, bucket: str, file: str) -> bool:
+        try:
+            return self.room.remove(self.folders.bucket(bucket, make=False), file)
+        except OSError:
+            return False
+
+    def _found_flaw(self, name: bytes, flaw: Flaw, seen: FileId | None) -> bool:
+        moved = self._quarantine.move(name, flaw.number, str(flaw), seen)
+        self.counts["flaw"] += 1
+        if self.on_flaw is not None:
+            self.on_flaw(name, flaw, moved)
+        return moved
+
+    def look(self, names: Iterable[bytes]) -> list[bool]:
+        """Per name, whether a file that can be this chunk is there now."""
+        return [self._look(name) for name in names]
+
+    def _look(self, name: bytes) -> bool:
+        bucket, file = self.folders.place(name)
+        try:
+            info = self.calls.stat(self.folders.bucket(bucket, make=False), file)
+        except OSError as exc:
+            if outcome_of(exc).answer is not Answer.MISSING:
+                self.counts["look failed"] += 1
+            return False
+        flaw = self.folders.flaw(info)
+        if flaw is not None:
+            self._found_flaw(name, flaw, FileId.of(info))
+            return False
+        return not self.keeper.outlived(info)
+
+    @property
+    def charged(self) -> int:
+        """Bytes charged to the folder now, all writers together (0 if it cannot be told)."""
+        try:
+            return self.room.account().charged
+        except OSError:
+            return 0
+
+    def exists(self, name: bytes) -> bool:
+        """Whether anything stands at the name."""
+        bucket, file = self.folders.place(name)
+        try:
+            self.calls.stat(self.folders.bucket(bucket, make=False), file)
+        except OSError:
+            return False
+        return True
+
+    def touch(self, names: Iterable[bytes]) -> None:
+        """Note names as used just now."""
+        self.keeper.touch(self.folders.place(name) for name in names)
+
+    def quarantine(self, name: bytes, number: int, text: str) -> bool:
+        """Take the file that was last read under this name out of the way, as set.
+
+        A file that another process has put there since is left alone. True if it went.
+        """
+        return self._quarantine.move_read(name, number, text)
+
+    def discard(self, name: bytes) -> bool:
+        """Remove a chunk that is whole but worthless, such as one of a revoked epoch."""
+        bucket, file = self.folders.place(name)
+        return self._expire(bucket, file)
+
+    def _counted(self, outcome: Outcome) -> Outcome:
+        self.counts[outcome.answer.value] += 1
+        return outcome
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop housekeeping and give room back. Nothing may be in flight.
+
+        Where a call is stuck the descriptors stay open, so that none is used for another file.
+        """
+        if not self.keeper.stop(timeout_s):
+            return
+        try:
+            self.room.return_unspent()
+            if self.room.held == 0:
+                self.lease.close()
+        except OSError:
+            self.counts["close failed"] += 1
+        self._ledger.close()
+        self.folders.close()
