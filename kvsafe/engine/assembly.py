@@ -253,8 +253,8 @@ class _ProgressLog:
     def __init__(self) -> None:
         self._told = 0
 
-    def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` bytes are read."""
+    def __call__(self, done: int, total: int, name: str) -> None:
+        """`done` of `total` bytes are read, lately of the file `name`."""
         tenth = 10 * done // max(total, 1)
         if tenth > self._told:
             self._told = tenth
