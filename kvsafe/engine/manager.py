@@ -89,11 +89,20 @@ class KVSafeManager(TieringOffloadingManager):
         if result is LookupResult.HIT_PENDING:
             limit = self._station.config.load_deadline_s
             if self.primary_tier.pending_for(key) > limit:
+                self._note_overdue(key, limit)
                 return LookupResult.MISS
             self._verdicts.waits(req_context.req_id, key)
         elif result is LookupResult.MISS and self._verdicts.has_to_fail(req_context.req_id, key):
             return LookupResult.HIT
         return result
+
+    def _note_overdue(self, key: OffloadKey, limit: float) -> None:
+        if self.primary_tier.note_overdue(key):
+            refusal = Refusal.of(
+                RefusalKind.DEADLINE, "write", f"done within {limit:g} s", "still pending"
+            )
+            self.counters.refused(refusal, HOST_TIER)
+            self._journal.note(refusal, key, HOST_TIER)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext

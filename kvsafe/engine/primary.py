@@ -70,6 +70,7 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         self._epochs = epochs
         self._withdrawn: set[OffloadKey] = set()
         self._pending_since: dict[OffloadKey, float] = {}
+        self._overdue: set[OffloadKey] = set()
         self._row_epochs = [0] * region.shape.num_rows
 
     def row_of(self, key: OffloadKey) -> int | None:
@@ -86,6 +87,13 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         """Seconds for which the write of `key` has been in flight (0 if it is not)."""
         since = self._pending_since.get(key)
         return 0.0 if since is None else time.monotonic() - since
+
+    def note_overdue(self, key: OffloadKey) -> bool:
+        """Note that the pending write of `key` is over its deadline; True the first time."""
+        if key in self._overdue or key not in self._pending_since:
+            return False
+        self._overdue.add(key)
+        return True
 
     def ready(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Those of the keys that are ready, of the present epoch and not withdrawn."""
@@ -130,6 +138,7 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         super().complete_store(keys, req_context, success)
         for key in keys:
             self._pending_since.pop(key, None)
+            self._overdue.discard(key)
 
     def withdraw(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Stop offering these chunks: remove what is idle, hide what is pinned or pending.
@@ -155,6 +164,7 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         super().reset_cache()
         self._withdrawn.clear()
         self._pending_since.clear()
+        self._overdue.clear()
 
     def _remove_idle(self, key: OffloadKey, chunk: ChunkStatus) -> None:
         self._policy.remove(key)

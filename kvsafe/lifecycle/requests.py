@@ -366,8 +366,13 @@ def awake(state: State) -> bool:
 
 
 def can_build(world: World, state: State) -> bool:
-    """The engine steps; it is in the half in which requests are scheduled."""
-    return state.half == SCHEDULING and awake(state)
+    """Somebody or something needs a step, and no request's lookups are half done."""
+    return state.half == SCHEDULING and awake(state) and not any(map(_looking, state.requests))
+
+
+def _looking(request: Request) -> bool:
+    begun = request.position > 0 or request.waits
+    return request.phase == WAITING and begun and not request.scanned
 
 
 def build(world: World, state: State) -> State:

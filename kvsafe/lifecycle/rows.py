@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvsafe.lifecycle.words import NOBODY, READY, Chunk, Content, Counts, State, put
+from kvsafe.lifecycle.words import (
+    NOBODY,
+    READY,
+    Chunk,
+    Content,
+    Counts,
+    Request,
+    State,
+    put,
+)
 from kvsafe.lifecycle.world import World
 
 
@@ -135,13 +144,15 @@ def release(state: State, row: int) -> State:
 
 def over(state: State, key: int) -> State:
     """The chunk of `key` is gone: whoever waited for it has waited, and does not wait again."""
-    requests = tuple(
-        request._replace(awaits=request.awaits - {key}, spent=request.spent | {key})
-        if key in request.awaits
-        else request
-        for request in state.requests
-    )
-    return state._replace(requests=requests)
+    return state._replace(requests=tuple(_over(request, key) for request in state.requests))
+
+
+def _over(request: Request, key: int) -> Request:
+    if key in request.awaits:
+        request = request._replace(awaits=request.awaits - {key}, spent=request.spent | {key})
+    if key in request.parked:
+        request = request._replace(parked=request.parked - {key})
+    return request
 
 
 def victims(

@@ -133,7 +133,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "loaded", "request", req.can_report_load, req.loaded,
         "its load is under way, between two steps", "unpin; runs, unless it has ended",
         "a pin lasts exactly as long as its reader",
-        fair=OURS, answers="load",
+        fair=AGAIN, answers="load",
     ),
     Rule(
         "load refused", "request,key", req.can_refuse_load, req.refuse_load,
@@ -145,7 +145,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "recall", "request", req.can_recall, req.recall,
         "a reset overtook its load and the worker reports", "waits again",
         "an epoch once revoked is never served, not even to whom already loads it",
-        needs="reset", fair=OURS, answers="load",
+        needs="reset", fair=AGAIN, answers="load",
     ),
     Rule(
         "preempt", "request", req.can_preempt, req.preempt,
@@ -175,8 +175,9 @@ RULES: Final[tuple[Rule, ...]] = (
     # ---- the step ------------------------------------------------------------------------
     Rule(
         "build", "", req.can_build, req.build,
-        "requests were scheduled", "unloaded hits are promises no longer",
-        "a promise lasts one step", fair=OURS, answers="step",
+        "no request's lookups are half done; somebody or something needs a step",
+        "unloaded hits are promises no longer",
+        "a hit is promised for one step", fair=OURS, answers="step",
     ),
     Rule(
         "step", "", way.can_step, way.step,

@@ -126,6 +126,28 @@ def big(policy: Policy) -> tuple[World, ...]:
         _world("deadlines", policy, (3, 2, 2, 1), (1,), "store cascade promote deadline",
                "transfers that never report, two requests"),
     )
+
+
+def lively(policy: Policy) -> tuple[World, ...]:
+    """Where liveness is checked: every key and request keeps its number."""
+    return (
+        _world("long prefix", policy, (3, 2, 1, 1), (3,), "promote fail", seeded=True,
+               symmetric=False, about="a prefix that is longer than there are rows"),
+        _world("starving", policy, (2, 1, 2, 1), (1,), "store promote", seeded=True,
+               symmetric=False, about="a store against promotions over one row"),
+        _world("parking", policy, (1, 1, 2, 1), (1,), "store cascade request-level fail abort",
+               symmetric=False, about="cascades of keys whose write is in flight"),
+        _world("never reported", policy, (2, 1, 1, 1), (1,), "store cascade promote deadline",
+               symmetric=False, late=9, about="transfers that never report"),
+        _world("slow answers", policy, (2, 1, 1, 1), (1, 2), "promote probe vanish", seeded=True,
+               symmetric=False, about="tiers that answer later"),
+        _world("no answers", policy, (2, 1, 1, 1), (1,), "promote probe deadline", seeded=True,
+               symmetric=False, late=9, about="tiers that never answer"),
+        _world("overtaken", policy, (2, 1, 1, 1), (1,), "store cascade promote reset",
+               symmetric=False, about="what a reset leaves behind"),
+        _world("going down", policy, (1, 1, 2, 1), (1,), "store cascade promote shutdown",
+               symmetric=False, about="shutdown with transfers in flight"),
+    )
 # fmt: on
 
 BY_SIZE: Final = {"small": small, "default": default, "big": big}

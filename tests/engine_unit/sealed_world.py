@@ -358,6 +358,7 @@ class World:
         assert sorted([*rows, *free, *fresh]) == list(range(primary._num_chunks))
         pending = {key for key, chunk in chunks.items() if chunk.ref_cnt == -1}
         assert set(primary._pending_since) == pending
+        assert primary._overdue <= pending
         assert all(chunks[key].ref_cnt > 0 for key in primary._withdrawn)
         evictable = getattr(primary._policy, "_evictable", None)
         if evictable is not None:

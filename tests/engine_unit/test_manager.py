@@ -327,12 +327,14 @@ def test_a_write_over_its_deadline_is_a_miss_for_whoever_waits(world: World) -> 
     assert spec is not None
     assert world.lookup(A) is PENDING
     world.primary._pending_since[A] -= world.station.config.load_deadline_s + 1
-    assert world.lookup(A) is MISS
+    assert world.lookup(A) is MISS and world.lookup(A) is MISS
+    assert world.refusals() == {str(RefusalKind.DEADLINE.value): 1}
     world.recount()
     world.work(spec)
     world.manager.complete_store([A], context)
     world.manager.settle()
     assert world.lookup(A) is HIT
+    world.recount()
 
 
 def test_nothing_is_offered_stored_or_sealed_while_the_epoch_is_uncertain(

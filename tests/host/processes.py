@@ -14,7 +14,7 @@ from kvsafe.host import RegionShape
 ROOT = Path(__file__).resolve().parents[2]
 
 _CHILD = r"""
-import json, os, sys
+import json, os, subprocess, sys
 from pathlib import Path
 from kvsafe.host import HostRegion, RegionShape
 from kvsafe.host.lease import region_gate, sweep_dead_regions
@@ -55,9 +55,10 @@ def act(order):
         gate = region_gate(folder)
         gate.__enter__()
     if what == "fork":
+        if order["exec"]:
+            return subprocess.Popen(["sleep", "60"]).pid
         pid = os.fork()
         if pid == 0:
-            os.execvp("sleep", ["sleep", "60"]) if order["exec"] else None
             import time
             os.closerange(0, 3)
             time.sleep(60)
