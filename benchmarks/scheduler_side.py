@@ -110,7 +110,7 @@ def sealed_side() -> Iterator[Side]:
             station,
             epochs,
             Counters("blake3-keyed", ()),
-            RefusalJournal(),
+            RefusalJournal(lambda key: key),
             Verdicts(active=False),
             ThreadPoolExecutor(1),
         )

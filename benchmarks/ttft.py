@@ -77,7 +77,7 @@ class Run:
 
     def __init__(self, llm: Any, seed: int) -> None:
         self.llm = llm
-        self.random = random.Random(seed)  # noqa: S311 - prompts, not secrets
+        self.random = random.Random(seed)
 
     def prompt(self, tokens: int) -> list[int]:
         """A prompt that nothing has seen."""
@@ -142,7 +142,7 @@ def _spawn(options: argparse.Namespace, checks: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.ttft", "--child", checks]
     command += ["--rounds", str(options.rounds)]
     command += ["--tokens", ",".join(map(str, options.tokens))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             result: dict[str, Any] = json.loads(line[7:])

@@ -3,6 +3,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 
 from kvsafe.seal.refusal import Refusal
 
@@ -12,21 +13,26 @@ _WINDOW_S = 10.0
 _PER_WINDOW = 20
 
 
-def key_prefix(key: bytes) -> str:
-    """The part of a key that may be logged: enough to find a chunk, not to name a prompt."""
-    return key[:6].hex()
-
-
 class RefusalJournal:
-    """Logs refusals, a bounded number per window so that an attack cannot fill a disk."""
+    """Logs refusals, a bounded number per window so that an attack cannot fill a disk.
 
-    def __init__(self) -> None:
+    A chunk is logged by the prefix of its object name, which is a keyed tag and what its file
+    is called: the prefix of a key is a block hash, and would confirm a guessed prompt to whoever
+    reads the log.
+    """
+
+    def __init__(self, name_of: Callable[[bytes], bytes]) -> None:
+        self._name_of = name_of
         self._since = 0.0
         self._lines = 0
         self._dropped = 0
 
     def note(self, refusal: Refusal, key: bytes, tier: str) -> None:
-        """Log one refusal, or count it as dropped when the window is full."""
+        """Log one refusal of the chunk with this key (empty: of no chunk in particular)."""
+        self.note_name(refusal, self._name_of(key) if key else b"", tier)
+
+    def note_name(self, refusal: Refusal, name: bytes, tier: str) -> None:
+        """Log one refusal by object name, or count it as dropped when the window is full."""
         now = time.monotonic()
         if now - self._since > _WINDOW_S:
             if self._dropped:
@@ -36,7 +42,7 @@ class RefusalJournal:
             self._dropped += 1
             return
         self._lines += 1
-        logger.warning("kvsafe: tier %s, chunk %s: %s", tier, key_prefix(key), refusal)
+        logger.warning("kvsafe: tier %s, chunk %s: %s", tier, name[:6].hex() or "-", refusal)
 
 
 def adopt_vllm_handlers() -> None:

@@ -53,6 +53,17 @@ def place_run(flat: FlatBlocks, blocks_per_chunk: int) -> list[tuple[int, SlotBl
     return placed
 
 
+def run_chunks(flat: FlatBlocks, blocks_per_chunk: int) -> list[tuple[int, int]]:
+    """(group, index of the chunk in the request) of each chunk that `place_run` places."""
+    return [
+        (group, chunk)
+        for group, index, blocks in flat.runs()
+        for chunk in range(
+            index // blocks_per_chunk, (index + len(blocks) - 1) // blocks_per_chunk + 1
+        )
+    ]
+
+
 def place_single_blocks(flat: FlatBlocks, blocks_per_chunk: int) -> list[tuple[int, SlotBlocks]]:
     """Place a transfer of one block per key, as vLLM hands over state at boundaries."""
     return [

@@ -17,9 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     RequestOffloadState,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_offload.base import (
-    GPULoadStoreSpec,
     OffloadKey,
     ReqContext,
     make_offload_key,
@@ -33,13 +31,7 @@ from kvsafe.engine.adapters import (
 )
 from kvsafe.engine.journal import logger
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
-from kvsafe.engine.placement import (
-    FlatBlocks,
-    chunk_blocks,
-    disagreement,
-    place_run,
-    place_single_blocks,
-)
+from kvsafe.engine.placer import Placer
 from kvsafe.engine.transfer import (
     ChunkFailure,
     KVSafeWorkerMetadata,
@@ -85,14 +77,7 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         self.block_pool: Any = None
         self._adapters = adapters
         self._failed_loads: set[int] = set()
-        self._group_index = {
-            group.group_idx: index for index, group in enumerate(self.config.kv_group_configs)
-        }
-        self._hashed_groups = {
-            index
-            for index, group in enumerate(self.config.kv_group_configs)
-            if isinstance(group.kv_cache_spec, AttentionSpec)
-        }
+        self._placer = Placer(self.config, self._req_status)
 
     # Requests and adapters
 
@@ -148,25 +133,7 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         for job_id in range(first, self._job_counter):
             job = self._current_batch_load_jobs.get(job_id)
             if job is not None:
-                self._place_load(job)
-
-    def _place_load(self, job: TransferJob) -> None:
-        spec = job.src_spec
-        if not isinstance(spec, SealedRowsSpec) or not isinstance(job.dst_spec, GPULoadStoreSpec):
-            return
-        placed = place_run(_flat(job.dst_spec), self.config.blocks_per_chunk)
-        spec.blocks = [blocks for _, blocks in placed]
-        if spec.withheld is None:
-            spec.withheld = self._compare_groups(spec, placed)
-            spec.blamed = list(spec.keys) if spec.withheld is not None else []
-
-    def _compare_groups(
-        self, spec: SealedRowsSpec, placed: Sequence[tuple[int, SlotBlocks]]
-    ) -> Refusal | None:
-        configs = self.config.kv_group_configs
-        ours = [configs[group].group_idx for group, _ in placed]
-        theirs = [int.from_bytes(key[-4:], "big") for key in spec.keys]
-        return None if ours == theirs else disagreement("groups", theirs[:8], ours[:8])
+                self._placer.place_load(job)
 
     # Stores
 
@@ -175,8 +142,9 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         with self._reloading_requests_spared(scheduler_output):
             meta = super().build_connector_meta(scheduler_output)
         if isinstance(meta, OffloadingConnectorMetadata):
-            for job_id, job in meta.store_jobs.items():
-                self._place_store(job_id, job)
+            for job in meta.store_jobs.values():
+                self._placer.place_store(job)
+                self._announce_store(job)
         return meta
 
     @contextlib.contextmanager
@@ -196,50 +164,16 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         finally:
             scheduler_output.preempted_req_ids = preempted
 
-    def _place_store(self, job_id: int, job: TransferJob) -> None:
+    def _announce_store(self, job: TransferJob) -> None:
+        """Tell the manager what a placed store will write, or that it is withheld."""
         spec = job.dst_spec
-        if not isinstance(spec, SealedRowsSpec) or not isinstance(job.src_spec, GPULoadStoreSpec):
+        if not isinstance(spec, SealedRowsSpec):
             return
-        flat = _flat(job.src_spec)
-        placed = self._place_by_keys(job.req_id, spec.keys)
-        if placed is None or _flattened(placed) != list(flat.block_ids):
-            placed = place_single_blocks(flat, self.config.blocks_per_chunk)
-            spec.withheld = self._compare_groups(spec, placed)
-        spec.blocks = [blocks for _, blocks in placed]
-        if spec.withheld is not None:
-            for key in spec.keys:
-                self.manager.issue_store(OffloadKey(key), spec.withheld)
+        if spec.withheld is None:
+            self._issue(job.req_id, spec)
             return
-        self._issue(job.req_id, spec)
-
-    def _place_by_keys(
-        self, req_id: str, keys: Sequence[bytes]
-    ) -> list[tuple[int, SlotBlocks]] | None:
-        status = self._req_status.get(req_id)
-        if status is None:
-            return None
-        per_chunk = self.config.blocks_per_chunk
-        placed = []
-        for key in keys:
-            found = self._find_chunk(status, OffloadKey(key))
-            if found is None:
-                return None
-            index, chunk = found
-            block_ids = status.group_states[index].block_ids
-            placed.append((index, chunk_blocks(block_ids, chunk, per_chunk)))
-        return placed
-
-    def _find_chunk(self, status: RequestOffloadState, key: OffloadKey) -> tuple[int, int] | None:
-        """(index of the group, chunk in the request) of a key of this request."""
-        index = self._group_index.get(int.from_bytes(key[-4:], "big"))
-        end = status.req_context.get_offload_key_position(key)
-        if index is None or end is None:
-            return None
-        chunk = end // self.config.kv_group_configs[index].tokens_per_chunk - 1
-        keys = status.group_states[index].offload_keys
-        if 0 <= chunk < len(keys) and keys[chunk] == key:
-            return index, chunk
-        return None
+        for key in spec.keys:
+            self.manager.issue_store(OffloadKey(key), spec.withheld)
 
     def _issue(self, req_id: str, spec: SealedRowsSpec) -> None:
         """Tell the manager what will be written; leave out rows whose source is not right."""
@@ -266,8 +200,8 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             )
         if pool is None or status is None:
             return None
-        found = self._find_chunk(status, key)
-        if found is None or found[0] not in self._hashed_groups:
+        found = self._placer.find_chunk(req_id, key)
+        if found is None or found[0] not in self._placer.hashed_groups:
             return None
         index, chunk = found
         config = self.config.kv_group_configs[index]
@@ -336,14 +270,6 @@ def _holds_cached_blocks(pool: Any) -> bool:
     return any(block.block_hash is not None for block in pool.blocks)
 
 
-def _flat(spec: GPULoadStoreSpec) -> FlatBlocks:
-    return FlatBlocks(spec.block_ids.tolist(), spec.group_sizes, spec.block_indices)
-
-
-def _flattened(placed: Sequence[tuple[int, SlotBlocks]]) -> list[int]:
-    return [block for _, blocks in placed for _, block in blocks]
-
-
 def _compare_source(
     pool: Any, block: int, block_hashes: Sequence[bytes], at: int
 ) -> Refusal | None:
@@ -357,4 +283,6 @@ def _compare_source(
     others = pool.cached_block_hashes_by_block.get(block, ())
     if any(other[:-4] == expected for other in others):
         return None
-    return Refusal.of(RefusalKind.SOURCE_HASH, f"block[{block}]", expected[:6], bytes(known[:6]))
+    return Refusal.of(
+        RefusalKind.SOURCE_HASH, f"block[{block}]", "the block of the key", "another block"
+    )

@@ -113,7 +113,6 @@ class KVSafeSpec(TieringOffloadingSpec):
         region.forget_name()
         self.epochs = epochs = EpochKeeper(station.epoch_file, region.announce_epoch)
         counters = Counters(config.suite, config.active_overrides)
-        journal = RefusalJournal()
         primary = SealedPrimaryTier(
             region,
             epochs,
@@ -121,7 +120,7 @@ class KVSafeSpec(TieringOffloadingSpec):
             cache_policy_module_path=self.cache_policy_module_path,
             enable_events=self.kv_events_config.enable_kv_cache_events,
         )
-        desk = self._proof_desk(epochs, counters, journal)
+        desk = self._proof_desk(epochs, counters)
         tiers = self._build_tiers(primary.get_kv_memoryview(), desk)
         logger.info(
             "kvsafe: %d rows of %d bytes, %d secondary tier(s), suite %s, epoch %d",
@@ -132,20 +131,28 @@ class KVSafeSpec(TieringOffloadingSpec):
             epochs.epoch,
         )
         return KVSafeManager(
-            primary, tiers, station, epochs, counters, journal, desk.verdicts, desk.threads
+            primary, tiers, station, epochs, counters, desk.journal, desk.verdicts, desk.threads
         )
 
-    def _proof_desk(
-        self, epochs: EpochKeeper, counters: Counters, journal: RefusalJournal
-    ) -> ProofDesk:
+    def _proof_desk(self, epochs: EpochKeeper, counters: Counters) -> ProofDesk:
         station = self.station
-        setting = station.seal_setting
-        threads = ThreadPoolExecutor(
-            station.config.verify_threads, thread_name_prefix="kvsafe-proof"
+        names = ObjectNames(
+            station.suite,
+            station.keyring,
+            station.seal_setting.identity_digest,
+            self._foreign,
         )
-        names = ObjectNames(station.suite, station.keyring, setting.identity_digest, self._foreign)
-        verdicts = Verdicts(active=self._fail_loads)
-        return ProofDesk(station, epochs, counters, journal, names, verdicts, threads)
+        return ProofDesk(
+            station=station,
+            epochs=epochs,
+            counters=counters,
+            journal=RefusalJournal(names.name),
+            names=names,
+            verdicts=Verdicts(active=self._fail_loads),
+            threads=ThreadPoolExecutor(
+                station.config.verify_threads, thread_name_prefix="kvsafe-proof"
+            ),
+        )
 
     def _build_tiers(self, rows: memoryview, desk: ProofDesk) -> list[SecondaryTierManager]:
         tiers: list[SecondaryTierManager] = []

@@ -280,7 +280,7 @@ class ProvingTier(SecondaryTierManager):
         if self._desk.verdicts.active and len(self._bad_objects) < _REFUSED_LIMIT:
             self._bad_objects[name] = refusal
         self._desk.counters.refused(refusal, self.label)
-        self._desk.journal.note(refusal, name, self.label)
+        self._desk.journal.note_name(refusal, name, self.label)
         if quarantined:
             self._desk.counters.add(QUARANTINED, 1, (self.label,))
 

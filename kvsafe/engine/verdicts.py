@@ -9,7 +9,7 @@ are told "hit" once, and the load that follows fails with the refusal.
 
 from collections import defaultdict
 
-from kvsafe.seal.refusal import Refusal
+from kvsafe.seal.refusal import Refusal, RefusalKind
 
 
 class Verdicts:
@@ -31,8 +31,12 @@ class Verdicts:
             self._waits_of[request].add(key)
 
     def refused(self, key: bytes, refusal: Refusal) -> None:
-        """The chunk was refused: everyone who waits for it has to fail."""
-        if not self.active:
+        """The chunk was refused: everyone who waits for it has to fail.
+
+        Not so for a chunk of a revoked epoch: the operator asked for it to be forgotten, so
+        meeting one is an ordinary miss.
+        """
+        if not self.active or refusal.kind is RefusalKind.EPOCH_REVOKED:
             return
         for request in self._waiting.pop(key, ()):
             self._condemned[request][key] = refusal

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvsafe.lifecycle.rows import MachineError
 from kvsafe.lifecycle.safety import SAFETY, Safety, Seen
 
 from kvsafe.lifecycle.canonical import canonical
@@ -26,6 +27,8 @@ from kvsafe.lifecycle.world import World
 
 # How many variants of a story are followed at a time when it is told without renumbering.
 _STORIES = 20_000
+# The law that is broken when a guard lets through what its effect cannot do.
+STUCK = "a rule whose guard holds can be applied"
 
 
 class Move(NamedTuple):
@@ -36,9 +39,9 @@ class Move(NamedTuple):
 
 
 class Violation(NamedTuple):
-    """What was broken, and the shortest way there."""
+    """Which laws one move broke, and the shortest way there."""
 
-    law: str
+    laws: tuple[str, ...]
     text: str
     moves: tuple[Move, ...]
     states: tuple[State, ...]
@@ -67,6 +70,18 @@ class Walk:
     labels: array[int] = field(default_factory=lambda: array("H"))
     marks: list[bytearray] = field(default_factory=list)
 
+    def path(self, state: int) -> tuple[int, ...]:
+        """The shortest way to `state`, as numbers of moves."""
+        found = []
+        while state > 0:
+            found.append(self.came_by[state])
+            state = self.came_from[state]
+        return tuple(reversed(found))
+
+    def distance(self, state: int) -> int:
+        """Moves from the start to `state`."""
+        return len(self.path(state))
+
 
 def moves_of(world: World, rules: Sequence[Rule] = RULES) -> tuple[Move, ...]:
     """Every rule in force with everything that it can be about."""
@@ -84,11 +99,19 @@ def moves_of(world: World, rules: Sequence[Rule] = RULES) -> tuple[Move, ...]:
     return tuple(found)
 
 
-def successors(world: World, moves: Sequence[Move], state: State) -> Iterator[tuple[int, State]]:
-    """Every enabled move with the state after it, not yet canonical."""
+def successors(
+    world: World, moves: Sequence[Move], state: State
+) -> Iterator[tuple[int, State | None]]:
+    """Every enabled move with the state after it, not yet canonical; None if it cannot be done."""
     for number, (rule, who) in enumerate(moves):
         if rule.guard(world, state, *who):
-            yield number, rule.effect(world, state, *who)
+            try:
+                yield number, rule.effect(world, state, *who)
+            except MachineError:
+                yield number, None
+
+
+Ends = Callable[[State, Move, State | None], str]
 
 
 class Explorer:
@@ -155,12 +178,10 @@ class Explorer:
         for move, after in successors(world, walk.moves, state):
             walk.transitions += 1
             rule, who = walk.moves[move]
-            seen = Seen(world, state, rule.event, who, after)
-            for law in self._safety:
-                text = law.check(seen)
-                if text is not None:
-                    walk.violation = self._explain(law.name, text, at, move)
-                    return
+            broken = self._broken(Seen(world, state, rule.event, who, after or state))
+            if broken or after is None:
+                walk.violation = self._explain(broken, at, move)
+                return
             after = canonical(world, after)
             name = self._name(after)
             number = numbers.get(name)
@@ -171,21 +192,28 @@ class Explorer:
                 walk.edges.append(number)
                 walk.labels.append(move)
 
-    def _explain(self, law: str, text: str, at: int, move: int) -> Violation:
-        path = [move]
-        while at > 0:
-            path.append(self.walk.came_by[at])
-            at = self.walk.came_from[at]
-        events = [self.walk.moves[number].rule for number in reversed(path)]
-        moves, states = tell(self._world, self.walk.moves, events, self._breaks(law))
-        return Violation(law, text, moves, states)
+    def _broken(self, seen: Seen) -> list[tuple[str, str]]:
+        found = []
+        for law in self._safety:
+            text = law.check(seen)
+            if text is not None:
+                found.append((law.name, text))
+        return found
 
-    def _breaks(self, name: str) -> Callable[[State, Move, State], bool]:
-        [law] = [law for law in self._safety if law.name == name]
+    def _explain(self, broken: list[tuple[str, str]], at: int, move: int) -> Violation:
+        events = [self.walk.moves[number].rule for number in (*self.walk.path(at), move)]
+        laws = tuple(name for name, _ in broken) or (STUCK,)
+        moves, states, text = tell(self._world, self.walk.moves, events, self._breaks(laws[0]))
+        return Violation(laws, text, moves, states)
 
-        def breaks(before: State, move: Move, after: State) -> bool:
-            seen = Seen(self._world, before, move.rule.event, move.who, after)
-            return law.check(seen) is not None
+    def _breaks(self, name: str) -> Ends:
+        """Says in words how a last move breaks the law of that name; "" if it does not."""
+        laws = [law for law in self._safety if law.name == name]
+
+        def breaks(before: State, move: Move, after: State | None) -> str:
+            seen = Seen(self._world, before, move.rule.event, move.who, after or before)
+            texts = [law.check(seen) or "" for law in laws]
+            return texts[0] if texts else (STUCK if after is None else "")
 
         return breaks
 
@@ -194,8 +222,8 @@ def tell(
     world: World,
     moves: Sequence[Move],
     events: Sequence[Rule],
-    ends: Callable[[State, Move, State], bool],
-) -> tuple[tuple[Move, ...], tuple[State, ...]]:
+    ends: Ends,
+) -> tuple[tuple[Move, ...], tuple[State, ...], str]:
     """A story with these events, in which nobody changes its number and whose last move `ends`.
 
     The walk itself renumbers after every move, so its own path would read as nonsense.
@@ -206,14 +234,15 @@ def tell(
         layer: Story = {}
         for before in layers[-1]:
             for number, after in successors(world, moves, before):
-                if moves[number].rule is event:
+                if moves[number].rule is event and after is not None:
                     layer.setdefault(after, (before, moves[number]))
         layers.append(dict(itertools.islice(layer.items(), _STORIES)))
     for before in layers[-1]:
         for number, after in successors(world, moves, before):
-            if moves[number].rule is events[-1] and ends(before, moves[number], after):
-                return _unwind(layers, before, moves[number], after)
-    return (), ()
+            text = ends(before, moves[number], after) if moves[number].rule is events[-1] else ""
+            if text:
+                return *_unwind(layers, before, moves[number], after or before), text
+    return (), (), ""
 
 
 def _unwind(

@@ -77,11 +77,13 @@ class Graph:
             number for number, move in enumerate(walk.moves) if move.rule.event in law.often
         }
         self._duties = duties(walk.world, walk.moves, law.spared)
-        self._bad = [state for state, is_bad in enumerate(bad) if is_bad]
+        # States that were not walked from (a walk may be cut short) have no moves to judge by.
+        walked = len(walk.first) - 1
+        self._bad = [state for state in range(walked) if bad[state]]
 
     def fair_cycle(self) -> Cycle | None:
         """A cycle that is fair, or None if there is none."""
-        todo = [component for component in self._components(self._bad)]
+        todo = self._components(self._bad)
         while todo:
             component = todo.pop()
             inside = set(component)

@@ -256,9 +256,16 @@ def compute(world: World, state: State, who: int) -> State:
     return with_request(state, who, phase=RUNNING, awaits=NONE, **_NOT_LOOKING)
 
 
+def between_steps(state: State) -> bool:
+    """Nobody was looked up in this step yet: workers' reports are heard before that."""
+    return state.half == SCHEDULING and not any(
+        request.position or request.waits or request.scanned for request in state.requests
+    )
+
+
 def can_report_load(world: World, state: State, who: int) -> bool:
     """A load of this request is under way, dead or alive; workers report between steps."""
-    return state.half == BUILDING and bool(state.requests[who].loading)
+    return bool(state.requests[who].loading) and between_steps(state)
 
 
 def loaded(world: World, state: State, who: int) -> State:
@@ -271,7 +278,7 @@ def loaded(world: World, state: State, who: int) -> State:
 
 def can_refuse_load(world: World, state: State, who: int, key: int) -> bool:
     """A load of this chunk is under way; workers report between steps."""
-    return state.half == BUILDING and key in state.requests[who].loading
+    return key in state.requests[who].loading and between_steps(state)
 
 
 def refuse_load(world: World, state: State, who: int, key: int) -> State:
@@ -285,7 +292,7 @@ def refuse_load(world: World, state: State, who: int, key: int) -> State:
 
 def can_recall(world: World, state: State, who: int) -> bool:
     """A reset overtook its load, and the worker reports it, between steps."""
-    return state.half == BUILDING and state.requests[who].phase == RECALLED
+    return state.requests[who].phase == RECALLED and between_steps(state)
 
 
 def recall(world: World, state: State, who: int) -> State:

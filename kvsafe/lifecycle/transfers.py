@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from kvsafe.lifecycle import rows
 from kvsafe.lifecycle.requests import in_tier, next_key, remember, with_request
@@ -26,6 +26,9 @@ from kvsafe.lifecycle.words import (
     put,
 )
 from kvsafe.lifecycle.world import World
+
+# Given a request (for a store) or a key (for a promotion): whom to evict, or None.
+Room = Callable[[World, State, int], tuple[int, ...] | None]
 
 # ---- room -------------------------------------------------------------------------------
 
@@ -80,17 +83,17 @@ def storing(state: State, who: int) -> bool:
     return state.half == BUILDING and request.phase == RUNNING and not request.stored
 
 
-def can_store(world: World, state: State, who: int) -> bool:
+def can_store(world: World, state: State, who: int, room: Room = store_room) -> bool:
     """It may store, and there is room for all of it (or nothing is missing)."""
-    return storing(state, who) and store_room(world, state, who) is not None
+    return storing(state, who) and room(world, state, who) is not None
 
 
-def store(world: World, state: State, who: int) -> State:
+def store(world: World, state: State, who: int, room: Room = store_room) -> State:
     """Evict, give rows, park or cascade what tier 0 wants besides."""
     new, request = wanted(state, who), state.requests[who]
     old = [key for key in request.keys if key not in new]
     ready = [key for key in old if rows.offered(state, key)]
-    chosen = store_room(world, state, who) or ()
+    chosen = room(world, state, who) or ()
     state = learn_misses(world, state, who, new)
     state = rows.evict(world, state, chosen)
     for key in new:
@@ -103,12 +106,10 @@ def store(world: World, state: State, who: int) -> State:
     return state
 
 
-def can_refuse_store(world: World, state: State, who: int) -> bool:
+def can_refuse_store(world: World, state: State, who: int, room: Room = store_room) -> bool:
     """It may store and there is no room."""
-    request = state.requests[who]
-    return (
-        storing(state, who) and not request.claims and store_room(world, state, who) is None
-    )
+    claims = state.requests[who].claims
+    return storing(state, who) and not claims and room(world, state, who) is None
 
 
 def refuse_store(world: World, state: State, who: int) -> State:
@@ -210,6 +211,12 @@ def cascaded(world: World, state: State, tier: int, key: int) -> State:
 # ---- promotions -------------------------------------------------------------------------
 
 
+def here(state: State, who: int) -> int:
+    """The key that a lookup of this request is at, once it is known that there is one."""
+    request = state.requests[who]
+    return request.keys[request.position]
+
+
 def can_try(world: World, state: State, who: int, tier: int) -> bool:
     """The next key is nowhere in the primary tier, this tier has it, no wait for it was spent."""
     key = next_key(state, who)
@@ -218,18 +225,22 @@ def can_try(world: World, state: State, who: int, tier: int) -> bool:
     return in_tier(world, state, who, tier, key)
 
 
-def can_promote(world: World, state: State, who: int, tier: int) -> bool:
+def can_promote(
+    world: World, state: State, who: int, tier: int, room: Room = promotion_room
+) -> bool:
     """As `can_try`, and there is room."""
     if not can_try(world, state, who, tier):
         return False
-    return promotion_room(world, state, state.requests[who].keys[state.requests[who].position]) is not None
+    return room(world, state, here(state, who)) is not None
 
 
-def promote(world: World, state: State, who: int, tier: int) -> State:
+def promote(
+    world: World, state: State, who: int, tier: int, room: Room = promotion_room
+) -> State:
     """Evict, give a row, queue; the request waits and looks up its next key."""
     request = state.requests[who]
-    key, position = request.keys[request.position], request.position + 1
-    chosen = promotion_room(world, state, key) or ()
+    key, position = here(state, who), request.position + 1
+    chosen = room(world, state, key) or ()
     state = learn_misses(world, state, who, (key,))
     state = rows.evict(world, state, chosen)
     state = rows.allocate(world, state, key, QUEUED, who, tier)
@@ -244,15 +255,18 @@ def promote(world: World, state: State, who: int, tier: int) -> State:
     )
 
 
-def can_find_no_room(world: World, state: State, who: int, tier: int) -> bool:
+def can_find_no_room(
+    world: World, state: State, who: int, tier: int, room: Room = promotion_room
+) -> bool:
     """As `can_try`, and there is no room."""
-    return can_try(world, state, who, tier) and not can_promote(world, state, who, tier)
+    if not can_try(world, state, who, tier):
+        return False
+    return room(world, state, here(state, who)) is None
 
 
 def find_no_room(world: World, state: State, who: int, tier: int) -> State:
     """Nothing is evicted; for this request, in this step, it is a miss."""
-    request = state.requests[who]
-    state = learn_misses(world, state, who, (request.keys[request.position],))
+    state = learn_misses(world, state, who, (here(state, who),))
     return with_request(state, who, scanned=True)
 
 

@@ -303,7 +303,7 @@ def _spans(fixed: FixedPart) -> Spans:
 def _check_key(header: Header, key: bytes) -> Refusal | None:
     if header.key == key:
         return None
-    return Refusal.of(RefusalKind.KEY, "key", key[:8], header.key[:8])
+    return Refusal.of(RefusalKind.KEY, "key", "the key asked for", "the key of another chunk")
 
 
 def _check_epoch(found: int, epoch: int) -> Refusal | None:

@@ -131,6 +131,14 @@ def rename_new(source: int, name: str, target: int, new_name: str) -> None:
         os.unlink(name, dir_fd=source)
 
 
+def can_rename_new(folder: int, name: str) -> bool:
+    """Whether `rename_new` is one step here; `name` exists, and is found to exist."""
+    try:
+        return _rename_noreplace(folder, name, folder, name)
+    except FileExistsError:
+        return True
+
+
 def _rename_noreplace(source: int, name: str, target: int, new_name: str) -> bool:
     if _renameat2 is None:
         return False

@@ -30,12 +30,12 @@ class Writer:
         self._sync = sync
         self._direct = direct
 
-    def write(self, temporary: str, row: memoryview, *, aligned: bool) -> None:
+    def write(self, bucket: int, temporary: str, row: memoryview, *, aligned: bool) -> None:
         """Write the whole row under a temporary name and sync it as set. Raises `OSError`."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
         if self._direct and aligned:
             flags |= os.O_DIRECT
-        fd = self._calls.open(self._folders.temporary, temporary, flags)
+        fd = self._calls.open(bucket, temporary, flags)
         try:
             self._fill(fd, row)
             if self._sync != "none":
@@ -57,23 +57,14 @@ class Writer:
                 raise OSError(5, "a write took no bytes")
             done += taken
 
-    def publish(self, temporary: str, bucket: str, name: str) -> None:
+    def publish(self, bucket: int, temporary: str, name: str) -> None:
         """Give the file its name; `FileExistsError` if there is one already."""
-        try:
-            self._publish(temporary, bucket, name)
-        except FileNotFoundError:
-            # The bucket was removed behind our back: once more, with a new one.
-            self._folders.forget_bucket(bucket)
-            self._publish(temporary, bucket, name)
+        self._calls.publish(bucket, temporary, bucket, name)
 
-    def _publish(self, temporary: str, bucket: str, name: str) -> None:
-        folder = self._folders.bucket(bucket, make=True)
-        self._calls.publish(self._folders.temporary, temporary, folder, name)
-
-    def settle(self, bucket: str) -> None:
+    def settle(self, bucket: int) -> None:
         """Make the name of what was published survive, if that is set."""
         if self._sync == "full":
-            self._calls.fsync(self._folders.bucket(bucket, make=False))
+            self._calls.fsync(bucket)
             self._calls.fsync(self._folders.objects)
 
     def _close_quietly(self, fd: int) -> None:
@@ -103,7 +94,8 @@ class Reader:
         `admit` looks at the open file first; what it returns ends the read. Raises `OSError`
         and `Truncated`.
         """
-        fd = self._open(self._folders.bucket(bucket, make=False), name)
+        with self._folders.bucket(bucket) as folder:
+            fd = self._open(folder, name)
         try:
             flaw = admit(fd, self._calls.fstat(fd))
             if flaw is None:

@@ -11,21 +11,39 @@ ROOT/kvsafe-quarantine/       refused files, refusal number first
 import contextlib
 import errno
 import os
+import resource
 import secrets
 import stat
 import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 
-from kvsafe.tiers.calls import Os
+from kvsafe.tiers.calls import Os, can_rename_new
 from kvsafe.tiers.outcome import Flaw
 
 QUARANTINE = "kvsafe-quarantine"
 SUFFIX = ".chunk"
+HIDDEN = "."
+"""First character of the name of a file that is being written."""
 MAX_NAME_BYTES = 120
+_BUCKET_DIGITS = 3
+_HANDLES = (32, (1 << 4 * _BUCKET_DIGITS) + 64)
 _LINK_GRACE_S = 60.0
 
 
 class StoreRefused(RuntimeError):
     """The root folder cannot be used; the text says why and what to do."""
+
+
+class _Handle:
+    """An open bucket; it is closed when it is forgotten and nobody uses it any more."""
+
+    __slots__ = ("fd", "forgotten", "users")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.users = 0
+        self.forgotten = False
 
 
 class Folders:
@@ -36,12 +54,12 @@ class Folders:
         self.row_bytes = row_bytes
         self._flaw_number = flaw_number
         self._lock = threading.Lock()
-        self._buckets: dict[str, int] = {}
+        self._buckets: OrderedDict[str, _Handle] = OrderedDict()
+        self._handles = _handle_limit()
         self._open: list[int] = []
         self.root = self._open_root(root)
         try:
             self.objects = self._own("objects")
-            self.temporary = self._own("tmp")
             self.leases = self._own("leases")
             self.aside = self._own(QUARANTINE)
             self.direct, self.atomic = self._probe()
@@ -105,21 +123,18 @@ class Folders:
         """Whether direct I/O opens here, and whether renames that never replace exist."""
         name = f"probe-{secrets.token_hex(8)}"
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
-        self.calls.close(self.calls.open(self.temporary, name, flags))
+        self.calls.close(self.calls.open(self.root, name, flags))
         try:
-            self.calls.publish(self.temporary, name, self.temporary, name + "-")
-            atomic = self.calls.stat(self.temporary, name + "-").st_nlink == 1
-            return self._opens_direct(name + "-"), atomic
+            self.calls.publish(self.root, name, self.root, name + "-")
+            return self._opens_direct(name + "-"), can_rename_new(self.root, name + "-")
         finally:
             for left in (name, name + "-"):
-                try:
-                    self.calls.unlink(self.temporary, left)
-                except FileNotFoundError:
-                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    self.calls.unlink(self.root, left)
 
     def _opens_direct(self, name: str) -> bool:
         try:
-            fd = self.calls.open(self.temporary, name, os.O_RDWR | os.O_DIRECT)
+            fd = self.calls.open(self.root, name, os.O_RDWR | os.O_DIRECT)
         except OSError:
             return False
         self.calls.close(fd)
@@ -130,40 +145,86 @@ class Folders:
         if not 1 <= len(name) <= MAX_NAME_BYTES:
             raise ValueError(f"an object name of {len(name)} bytes")
         text = name.hex()
-        return text[:2], text + SUFFIX
+        return text[:_BUCKET_DIGITS], text + SUFFIX
 
-    def bucket(self, key: str, *, make: bool) -> int:
-        """The folder of a bucket. `FileNotFoundError` if it is missing and not to be made."""
-        found = self._buckets.get(key)
-        if found is not None:
-            return found
+    @contextlib.contextmanager
+    def bucket(self, key: str, *, make: bool = False) -> Iterator[int]:
+        """The folder of a bucket while it is used; "" is the quarantine.
+
+        `FileNotFoundError` if it is missing and not to be made.
+        """
+        if not key:
+            yield self.aside
+            return
+        handle = self._take(key, make)
+        try:
+            yield handle.fd
+        finally:
+            self._drop(handle)
+
+    def _take(self, key: str, make: bool) -> _Handle:
+        with self._lock:
+            handle = self._buckets.get(key)
+            if handle is not None:
+                handle.users += 1
+                self._buckets.move_to_end(key)
+                return handle
         fd = self._folder(self.objects, key) if make else self._try_folder(self.objects, key)
         with self._lock:
-            other = self._buckets.setdefault(key, fd)
-        if other != fd:
-            self.calls.close(fd)
-        return other
+            spare, handle = fd, self._buckets.get(key)
+            if handle is None:
+                spare, handle = -1, _Handle(fd)
+                self._buckets[key] = handle
+            handle.users += 1
+            closing = [spare, *self._over_limit()]
+        self._close_all(closing)
+        return handle
+
+    def _over_limit(self) -> list[int]:
+        closing = []
+        while len(self._buckets) > self._handles:
+            _, oldest = self._buckets.popitem(last=False)
+            oldest.forgotten = True
+            if oldest.users == 0:
+                closing.append(oldest.fd)
+        return closing
+
+    def _drop(self, handle: _Handle) -> None:
+        with self._lock:
+            handle.users -= 1
+            last = handle.forgotten and handle.users == 0
+        if last:
+            self._close_all([handle.fd])
 
     def forget_bucket(self, key: str) -> None:
-        """Drop a handle whose folder has been removed. The descriptor stays until close."""
+        """Drop a handle whose folder has been removed."""
         with self._lock:
-            fd = self._buckets.pop(key, None)
-            if fd is not None:
-                # Another thread may be using it at this moment.
-                self._open.append(fd)
+            handle = self._buckets.pop(key, None)
+            if handle is None:
+                return
+            handle.forgotten = True
+            last = handle.users == 0
+        if last:
+            self._close_all([handle.fd])
+
+    def _close_all(self, closing: Iterable[int]) -> None:
+        for fd in closing:
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    self.calls.close(fd)
 
     def bucket_names(self) -> list[str]:
         """The buckets that exist."""
-        fd = self.reopen(self.objects)
-        try:
-            found = self.calls.listing(fd)
-        finally:
-            self.calls.close(fd)
+        found = self.listing(self.objects)
         return sorted(name for name, info in found if stat.S_ISDIR(info.st_mode))
 
-    def reopen(self, folder: int) -> int:
-        """A descriptor of its own for a listing: a shared one shares its place."""
-        return self.calls.open(folder, ".", os.O_RDONLY | os.O_DIRECTORY)
+    def listing(self, folder: int) -> list[tuple[str, os.stat_result]]:
+        """What is in a folder. Over a descriptor of its own: a shared one shares its place."""
+        fd = self.calls.open(folder, ".", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return self.calls.listing(fd)
+        finally:
+            self.calls.close(fd)
 
     def flaw(self, info: os.stat_result) -> Flaw | None:
         """Why this cannot be a chunk, or None. A name that is still being made is no flaw."""
@@ -188,10 +249,13 @@ class Folders:
     def close(self) -> None:
         """Let go of every descriptor."""
         with self._lock:
-            left = [*self._open, *self._buckets.values()]
-            self._open, self._buckets = [], {}
-        for fd in left:
-            try:
-                self.calls.close(fd)
-            except OSError:
-                continue
+            left = [*self._open, *(handle.fd for handle in self._buckets.values())]
+            self._open, self._buckets = [], OrderedDict()
+        self._close_all(left)
+
+
+def _handle_limit() -> int:
+    """How many buckets stay open: a part of what this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low, high = _HANDLES
+    return high if soft == resource.RLIM_INFINITY else max(low, min(high, soft // 4))

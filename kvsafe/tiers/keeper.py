@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvsafe.tiers.calls import Os
-from kvsafe.tiers.folders import SUFFIX, Folders
-from kvsafe.tiers.leases import Lease, sweep
+from kvsafe.tiers.folders import HIDDEN, Folders
+from kvsafe.tiers.leases import DeadWriters, Lease
 from kvsafe.tiers.ledger import Ledger
 from kvsafe.tiers.outcome import GONE
 from kvsafe.tiers.room import Candidate, Room, counted_bytes
@@ -24,7 +24,6 @@ TICK_S = 5.0
 _SWEEP_S = 60.0
 _COUNT_S = 3600.0
 _TOUCHED_LIMIT = 1 << 16
-_PAUSE_EVERY = 256
 _PAUSE_S = 0.0005
 _QUICK_S = 0.25
 FRESH_S = 30.0
@@ -63,7 +62,7 @@ class Keeper:
         self._stop = False
         self._done = threading.Condition()
         self._wanted = True
-        self._last_sweep = self._last_count = float("-inf")
+        self._last_look = self._last_count = float("-inf")
         self._thread = threading.Thread(target=self._run, name="kvsafe-fs-keeper", daemon=True)
 
     def start(self) -> None:
@@ -111,89 +110,94 @@ class Keeper:
 
     def tick(self) -> None:
         """One round. A failed part is counted and tried again next time."""
-        for part in (self._sweep, self._mark_used, self._count, self._relieve):
+        for part in (self._look_for_dead, self._mark_used, self._count, self._relieve):
             try:
                 if not self._stop:
                     part()
             except (OSError, ValueError) as exc:
                 self.errors[f"{part.__name__}: {type(exc).__name__}"] += 1
 
-    def _sweep(self) -> None:
+    def _look_for_dead(self) -> None:
+        """Whether a writer has ended without a word: then count, which removes what it left."""
         now = self._calls.clock()
-        if now - self._last_sweep > _SWEEP_S:
-            self._last_sweep = now
-            swept = sweep(self._calls, self._folders, self._lease.name)
-            self.swept += swept
-            if swept:
-                self._wanted = True  # their grants are charged until the next count
+        if now - self._last_look < _SWEEP_S or self._wanted:
+            return
+        self._last_look = now
+        dead = DeadWriters(self._calls, self._folders, self._lease.name)
+        self._wanted = bool(dead.names)
+        dead.close(complete=False)
 
     def _relieve(self) -> None:
         if self.room is not None:
             self.room.relieve()
 
     def _count(self) -> None:
-        clock, room = self._calls.clock, self.room
+        clock = self._calls.clock
         since = clock() - self._last_count
         often = min(_COUNT_S, max(TICK_S, self.ttl_s / 10)) if self.ttl_s else _COUNT_S
         if not self._wanted and since < often:
             return
         # Counting costs: however often it is asked for, a tenth of the time at most.
-        if since < 10 * self.counted.seconds:
+        if since < 10 * self.counted.seconds or self.room is None:
             return
         self._wanted = False
         start = clock()
         self.counted = Counted()
-        begun = self._ledger.begin_count()
-        if room is not None:
-            room.offer(self._candidates())
-        self._ledger.end_count(begun, self.counted.bytes)
-        self.counted.seconds = clock() - start
-        self._last_count = clock()
+        dead = DeadWriters(self._calls, self._folders, self._lease.name)
+        complete = False
+        try:
+            begun = self._ledger.begin_count(dead.names)
+            self.room.offer(self._candidates(dead))
+            self._ledger.end_count(begun, self.counted.bytes)
+            complete = True
+        except OSError:
+            self._wanted = True
+            raise
+        finally:
+            dead.close(complete=complete)
+            self.swept += dead.removed
+            self.counted.seconds = clock() - start
+            self._last_count = clock()
         with self._done:
             self.counts += 1
             self._done.notify_all()
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self, dead: DeadWriters) -> Iterator[Candidate]:
         for bucket in ("", *self._folders.bucket_names()):
             try:
-                folder = self._folder(bucket)
-                entries = self._listing(folder)
+                with self._folders.bucket(bucket) as folder:
+                    for name, info in self._folders.listing(folder):
+                        if stat.S_ISREG(info.st_mode):
+                            yield from self._candidate(bucket, folder, name, info, dead)
             except FileNotFoundError:
                 continue
-            for number, (name, info) in enumerate(entries):
-                if number % _PAUSE_EVERY == 0:
-                    # Let the serving threads have the interpreter.
-                    time.sleep(_PAUSE_S)
-                if stat.S_ISREG(info.st_mode) and not self._expired(bucket, folder, name, info):
-                    self.counted.files += 1
-                    self.counted.bytes += counted_bytes(info)
-                    if not bucket or name.endswith(SUFFIX):
-                        yield info.st_atime_ns, bucket, name
+            # Let the serving threads have the interpreter.
+            time.sleep(_PAUSE_S)
 
-    def _listing(self, folder: int) -> list[tuple[str, os.stat_result]]:
-        fd = self._folders.reopen(folder)
-        try:
-            return self._calls.listing(fd)
-        finally:
-            self._calls.close(fd)
+    def _candidate(
+        self, bucket: str, folder: int, name: str, info: os.stat_result, dead: DeadWriters
+    ) -> Iterator[Candidate]:
+        """Count one file. It is no candidate if it is being written, or goes now."""
+        if bucket and name.startswith(HIDDEN):
+            if not dead.clear(folder, name):
+                self.counted.bytes += counted_bytes(info)
+        elif not (bucket and self.outlived(info) and self._remove(bucket, name)):
+            self.counted.files += 1
+            self.counted.bytes += counted_bytes(info)
+            yield info.st_atime_ns, bucket, name
 
-    def _expired(self, bucket: str, folder: int, name: str, info: os.stat_result) -> bool:
+    def _remove(self, bucket: str, name: str) -> bool:
         """Remove a chunk that has outlived its time. What is in quarantine stays."""
-        if not bucket or not self.outlived(info) or self.room is None:
-            return False
         try:
-            self.room.remove(folder, name)
+            gone = self.room is not None and self.room.remove(bucket, name)
         except OSError:
             return False
-        self.counted.expired += 1
+        self.counted.expired += gone
         return True
 
     def outlived(self, info: os.stat_result) -> bool:
         """Whether a file was written longer ago than its time to live."""
         return self.ttl_s is not None and self._calls.now() - info.st_mtime > self.ttl_s
-
-    def _folder(self, bucket: str) -> int:
-        return self._folders.bucket(bucket, make=False) if bucket else self._folders.aside
 
     def _mark_used(self) -> None:
         with self._lock:
@@ -205,7 +209,8 @@ class Keeper:
 
     def _mark_one(self, bucket: str, name: str) -> None:
         try:
-            fd = self._calls.open(self._folder(bucket), name, os.O_RDONLY)
+            with self._folders.bucket(bucket) as folder:
+                fd = self._calls.open(folder, name, os.O_RDONLY)
         except OSError as exc:
             if exc.errno not in GONE:
                 self.errors[f"touch: {exc.errno}"] += 1

@@ -7,13 +7,15 @@ locked is alive and its temporaries are never touched. The file holds one number
 that its writer may still write (see `ledger.py`).
 """
 
+import contextlib
 import fcntl
 import os
 import secrets
 import struct
+from collections.abc import Collection
 
 from kvsafe.tiers.calls import Os
-from kvsafe.tiers.folders import Folders
+from kvsafe.tiers.folders import HIDDEN, Folders
 
 _HELD = struct.Struct("<Q")
 
@@ -49,7 +51,7 @@ class Lease:
     def temporary(self) -> str:
         """A name for a file being written, unique among all writers and over restarts."""
         self._count += 1
-        return f"{self.name}-{self._count:x}-{secrets.token_hex(4)}"
+        return f"{HIDDEN}{self.name}-{self._count:x}-{secrets.token_hex(4)}"
 
     def note_held(self, held: int) -> None:
         """Write how many bytes this writer may still write (inside the ledger's lock)."""
@@ -79,62 +81,76 @@ def read_held(calls: Os, folders: Folders, name: str) -> int:
         calls.close(fd)
 
 
-def held_by_all(calls: Os, folders: Folders) -> int:
+def held_by_all(calls: Os, folders: Folders, without: Collection[str] = ()) -> int:
     """The bytes that all writers together may still write (inside the ledger's lock)."""
-    return sum(read_held(calls, folders, name) for name in _names(calls, folders, folders.leases))
+    names = [name for name, _ in folders.listing(folders.leases) if name not in without]
+    return sum(read_held(calls, folders, name) for name in names)
 
 
-def sweep(calls: Os, folders: Folders, own: str) -> int:
-    """Remove dead leases and what they were writing; returns how many temporaries went."""
-    removed = 0
-    for name in _names(calls, folders, folders.leases):
-        if name != own:
-            removed += _sweep_one(calls, folders, name)
-    known = set(_names(calls, folders, folders.leases))
-    for name in _names(calls, folders, folders.temporary):
-        # Written by nobody who has a lease, and a lease is taken before the first file.
-        if _lease_of(name) not in known and not name.startswith("probe-"):
-            removed += _drop(calls, folders.temporary, name)
-    return removed
+class DeadWriters:
+    """Leases whose writers have ended, locked by us while what they left is removed."""
 
+    def __init__(self, calls: Os, folders: Folders, own: str) -> None:
+        self._calls = calls
+        self._folders = folders
+        self._own = own
+        self._locked: dict[str, int] = {}
+        self._stays: set[str] = set()
+        self.removed = 0
+        for name, _ in folders.listing(folders.leases):
+            if name != own and (fd := self._lock(name)) is not None:
+                self._locked[name] = fd
 
-def _sweep_one(calls: Os, folders: Folders, name: str) -> int:
-    try:
-        fd = calls.open(folders.leases, name, os.O_RDWR)
-    except OSError:
-        return 0
-    try:
-        calls.flock(fd, fcntl.LOCK_EX)
-    except OSError:
-        calls.close(fd)
-        return 0
-    try:
-        theirs = _names(calls, folders, folders.temporary)
-        theirs = [left for left in theirs if _lease_of(left) == name]
-        removed = sum(_drop(calls, folders.temporary, left) for left in theirs)
-        if removed == len(theirs):
-            # Else the lease stays: its bytes are accounted for until they are gone.
-            _drop(calls, folders.leases, name)
-        return removed
-    finally:
-        calls.close(fd)
+    @property
+    def names(self) -> Collection[str]:
+        """The dead leases."""
+        return self._locked.keys()
 
+    def _lock(self, name: str) -> int | None:
+        try:
+            fd = self._calls.open(self._folders.leases, name, os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            self._calls.flock(fd, fcntl.LOCK_EX)
+        except OSError:
+            self._calls.close(fd)
+            return None
+        return fd
 
-def _lease_of(temporary: str) -> str:
-    return "-".join(temporary.split("-")[:2])
+    def clear(self, folder: int, temporary: str) -> bool:
+        """Remove a file that was being written, if its writer is dead. False if it stays.
 
+        A file of a living writer is paid for by its grant; one that could not be removed
+        is not, and has to be counted.
+        """
+        lease = "-".join(temporary.removeprefix(HIDDEN).split("-")[:2])
+        if lease not in self._locked and self._is_there(lease):
+            return True
+        try:
+            self._calls.unlink(folder, temporary)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            self._stays.add(lease)
+            return False
+        self.removed += 1
+        return True
 
-def _drop(calls: Os, folder: int, name: str) -> int:
-    try:
-        calls.unlink(folder, name)
-    except OSError:
-        return 0
-    return 1
+    def _is_there(self, lease: str) -> bool:
+        if lease == self._own:
+            return True
+        try:
+            self._calls.stat(self._folders.leases, lease)
+        except FileNotFoundError:
+            return False
+        return True
 
-
-def _names(calls: Os, folders: Folders, folder: int) -> list[str]:
-    fd = folders.reopen(folder)
-    try:
-        return [name for name, _ in calls.listing(fd)]
-    finally:
-        calls.close(fd)
+    def close(self, *, complete: bool) -> None:
+        """Let go; after a complete pass over the store, remove the leases as well."""
+        for name, fd in self._locked.items():
+            if complete and name not in self._stays:
+                with contextlib.suppress(OSError):
+                    self._calls.unlink(self._folders.leases, name)
+            self._calls.close(fd)
+        self._locked = {}

@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from kvsafe.tiers.calls import Os
@@ -122,10 +122,10 @@ class Ledger:
             account.charged -= min(account.charged, amount)
             return True
 
-    def begin_count(self) -> CountBegun:
-        """Before the first folder is listed."""
+    def begin_count(self, dead: Collection[str] = ()) -> CountBegun:
+        """Before the first folder is listed. What `dead` writers held is found or removed."""
         with self._locked() as account:
-            account.held = held_by_all(self._calls, self._folders)
+            account.held = held_by_all(self._calls, self._folders, dead)
             return CountBegun(account.held, account.granted)
 
     def end_count(self, begun: CountBegun, found: int) -> Account:

@@ -60,14 +60,14 @@ class Quarantine:
         bucket, file = self._folders.place(name)
         aside = f"{number}-{file}.{secrets.token_hex(4)}"
         try:
-            folder = self._folders.bucket(bucket, make=False)
-            self._calls.rename(folder, file, self._folders.aside, aside)
-            info = self._calls.stat(self._folders.aside, aside)
-            if seen is not None and FileId.of(info) != seen:
-                self._put_back(folder, file, aside)
-                return False
+            with self._folders.bucket(bucket) as folder:
+                self._calls.rename(folder, file, self._folders.aside, aside)
+                info = self._calls.stat(self._folders.aside, aside)
+                if seen is not None and FileId.of(info) != seen:
+                    self._put_back(folder, file, aside)
+                    return False
             if self._policy == "remove":
-                return self._room.remove(self._folders.aside, aside)
+                return self._room.remove("", aside)
         except OSError:
             # Gone already, or it cannot be moved now: it is refused again when it is read.
             self._counts["not moved"] += 1
@@ -79,7 +79,7 @@ class Quarantine:
         try:
             self._calls.publish(self._folders.aside, aside, folder, file)
         except FileExistsError:
-            self._room.remove(self._folders.aside, aside)
+            self._room.remove("", aside)
 
     def _note(self, aside: str, text: str) -> None:
         """The reason goes with the file, where the file system keeps such notes."""

@@ -153,12 +153,12 @@ class Room:
         except IndexError:
             return 0
         try:
-            folder = self._folder(bucket)
-            info = self._calls.stat(folder, name)
-            if info.st_atime_ns > used + _LATER_NS:
-                heapq.heappush(self._candidates, (info.st_atime_ns, bucket, name))
-                return 0
-            return self._remove(folder, bucket, name, info)
+            with self._folders.bucket(bucket) as folder:
+                info = self._calls.stat(folder, name)
+                if info.st_atime_ns > used + _LATER_NS:
+                    heapq.heappush(self._candidates, (info.st_atime_ns, bucket, name))
+                    return 0
+                return self._remove(folder, bucket, name, info)
         except OSError as exc:
             if exc.errno not in GONE:
                 self.evicted["failed"] += 1
@@ -175,15 +175,13 @@ class Room:
         """What a removed file was charged: never more than a row, whatever it has become."""
         return min(whole_pages(info.st_size), whole_pages(self._folders.row_bytes))
 
-    def _folder(self, bucket: str) -> int:
-        return self._folders.bucket(bucket, make=False) if bucket else self._folders.aside
-
-    def remove(self, folder: int, name: str) -> bool:
+    def remove(self, bucket: str, name: str) -> bool:
         """Remove one file and uncharge it. Raises `OSError`; False if it was gone."""
         epoch = self._ledger.peek().epoch
         try:
-            info = self._calls.stat(folder, name)
-            self._calls.unlink(folder, name)
+            with self._folders.bucket(bucket) as folder:
+                info = self._calls.stat(folder, name)
+                self._calls.unlink(folder, name)
         except FileNotFoundError:
             return False
         if stat.S_ISREG(info.st_mode):

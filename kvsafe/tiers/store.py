@@ -122,7 +122,7 @@ class ChunkStore:
     def _stands(self, name: bytes, bucket: str, file: str) -> bool:
         """Whether a file that can be this chunk is there; one that cannot is moved away."""
         try:
-            info = self.calls.stat(self.folders.bucket(bucket, make=False), file)
+            info = self._stat(bucket, file)
         except FileNotFoundError:
             return False
         flaw = self.folders.flaw(info)
@@ -131,33 +131,53 @@ class ChunkStore:
         self._found_flaw(name, flaw, FileId.of(info))
         return False
 
+    def _stat(self, bucket: str, file: str) -> os.stat_result:
+        with self.folders.bucket(bucket) as folder:
+            return self.calls.stat(folder, file)
+
     def _write(
         self, bucket: str, file: str, row: memoryview, aligned: bool, wanted: Callable[[], bool]
+    ) -> Outcome:
+        """Write and publish with room that was taken."""
+        try:
+            with self.folders.bucket(bucket, make=True) as folder:
+                outcome = self._write_in(folder, file, row, aligned, wanted)
+        except OSError as exc:
+            # The bucket could not be opened: nothing was written.
+            self.room.give_back(self._charge)
+            return outcome_of(exc)
+        if outcome.answer is Answer.DONE:
+            self.room.offer_one(bucket, file)
+        elif outcome.answer is Answer.MISSING:
+            self.folders.forget_bucket(bucket)  # removed behind our back; the next one is new
+        return outcome
+
+    def _write_in(
+        self, folder: int, file: str, row: memoryview, aligned: bool, wanted: Callable[[], bool]
     ) -> Outcome:
         temporary = self.lease.temporary()
         written = False
         try:
-            self._writer.write(temporary, row, aligned=aligned)
+            self._writer.write(folder, temporary, row, aligned=aligned)
             written = True
             if not wanted():
-                return self._undo(temporary, Outcome(Answer.LATE), written)
-            self._writer.publish(temporary, bucket, file)
+                return self._undo(folder, temporary, Outcome(Answer.LATE), written)
+            self._writer.publish(folder, temporary, file)
         except FileExistsError:
-            return self._undo(temporary, Outcome(Answer.PRESENT), written)
+            return self._undo(folder, temporary, Outcome(Answer.PRESENT), written)
         except OSError as exc:
-            return self._undo(temporary, outcome_of(exc), written)
+            return self._undo(folder, temporary, outcome_of(exc), written)
         self.room.spent(self._charge)
-        self.room.offer_one(bucket, file)
         try:
-            self._writer.settle(bucket)
+            self._writer.settle(folder)
         except OSError as exc:
             # It is there and whole, but may not survive a power loss.
             return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
         return Outcome(Answer.DONE)
 
-    def _undo(self, temporary: str, outcome: Outcome, written: bool) -> Outcome:
+    def _undo(self, folder: int, temporary: str, outcome: Outcome, written: bool) -> Outcome:
         try:
-            self.calls.unlink(self.folders.temporary, temporary)
+            self.calls.unlink(folder, temporary)
         except FileNotFoundError:
             if written:
                 # A rename that reported an error and happened all the same.
@@ -237,7 +257,7 @@ class ChunkStore:
 
     def _expire(self, bucket: str, file: str) -> bool:
         try:
-            return self.room.remove(self.folders.bucket(bucket, make=False), file)
+            return self.room.remove(bucket, file)
         except OSError:
             return False
 
@@ -255,7 +275,7 @@ class ChunkStore:
     def _look(self, name: bytes) -> bool:
         bucket, file = self.folders.place(name)
         try:
-            info = self.calls.stat(self.folders.bucket(bucket, make=False), file)
+            info = self._stat(bucket, file)
         except OSError as exc:
             if outcome_of(exc).answer is not Answer.MISSING:
                 self.counts["look failed"] += 1
@@ -278,7 +298,7 @@ class ChunkStore:
         """Whether anything stands at the name."""
         bucket, file = self.folders.place(name)
         try:
-            self.calls.stat(self.folders.bucket(bucket, make=False), file)
+            self._stat(bucket, file)
         except OSError:
             return False
         return True

@@ -195,7 +195,7 @@ class World:
         )
         # What runs proofs; the manager and the desk ask for real threads by type.
         self.threads = cast(Any, threads or ThreadPoolExecutor(2))
-        self.journal = RefusalJournal()
+        self.journal = RefusalJournal(lambda key: key)
         self.desk = ProofDesk(
             self.station,
             self.epochs,

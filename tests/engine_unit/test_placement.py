@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 
 from kvsafe.engine.manager import IssuedStore
@@ -22,6 +24,7 @@ from kvsafe.engine.placement import (
     place_run,
     place_single_blocks,
 )
+from kvsafe.engine.placer import Placer
 from kvsafe.engine.scheduler import KVSafeConnectorScheduler, _compare_source
 from kvsafe.engine.transfer import SealedRowsSpec
 from kvsafe.seal.header import bitmap
@@ -95,6 +98,9 @@ def test_sizes_that_do_not_fit_are_our_mistake() -> None:
 # --- the scheduler half around it ----------------------------------------------------------------
 
 
+ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
 class Pool:
     """Which block hash vLLM's pool knows of each block."""
 
@@ -114,7 +120,12 @@ class Sched:
         self.context = ReqContext(req_id="r")
         self.half: Any = KVSafeConnectorScheduler.__new__(KVSafeConnectorScheduler)
         groups = [
-            SimpleNamespace(group_idx=index, tokens_per_block=16, tokens_per_chunk=16 * per_chunk)
+            SimpleNamespace(
+                group_idx=index,
+                tokens_per_block=16,
+                tokens_per_chunk=16 * per_chunk,
+                kv_cache_spec=ATTENTION,
+            )
             for index in range(len(windows))
         ]
         self.half.config = SimpleNamespace(
@@ -123,13 +134,12 @@ class Sched:
         manager: Any = SimpleNamespace(issue_store=self.issued.__setitem__)
         self.half.manager = manager
         self.half.block_pool = None
-        self.half._group_index = {index: index for index in range(len(windows))}
-        self.half._hashed_groups = set(range(len(windows)))
         self.hashes = [index.to_bytes(32, "big") for index in range(200)]
         states = [self._state(group, ids) for group, ids in enumerate(windows)]
         request = SimpleNamespace(block_hashes=self.hashes)
         status = SimpleNamespace(group_states=states, req_context=self.context, req=request)
         self.half._req_status = {"r": status}
+        self.half._placer = Placer(self.half.config, self.half._req_status)
 
     def _state(self, group: int, ids: list[int]) -> Any:
         keys = []
@@ -147,14 +157,16 @@ class Sched:
         """Place one store job that vLLM has described by `flat`."""
         rows = SealedRowsSpec(list(range(len(keys))), keys, [5] * len(keys), 3)
         source = GPULoadStoreSpec(list(flat.block_ids), flat.group_sizes, flat.block_indices)
-        self.half._place_store(1, TransferJob("r", source, rows))
+        job = TransferJob("r", source, rows)
+        self.half._placer.place_store(job)
+        self.half._announce_store(job)
         return rows
 
     def place_load(self, keys: list[OffloadKey], flat: FlatBlocks) -> SealedRowsSpec:
         """Place one load job that vLLM has described by `flat`."""
         rows = SealedRowsSpec(list(range(len(keys))), keys, [5] * len(keys), 3)
         target = GPULoadStoreSpec(list(flat.block_ids), flat.group_sizes, flat.block_indices)
-        self.half._place_load(TransferJob("r", rows, target))
+        self.half._placer.place_load(TransferJob("r", rows, target))
         return rows
 
 
@@ -218,6 +230,38 @@ def test_a_store_that_is_described_in_two_ways_is_withheld() -> None:
     rows = sched.place_store(keys, wrong)
     assert rows.withheld is not None and rows.withheld.kind is RefusalKind.COPY_PLAN
     assert all(sched.issued[key] == rows.withheld for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("per_chunk", "ids"), [(2, [101, 103]), (1, [101, 199]), (2, [102, 101, 103, 104])]
+)
+def test_a_flat_list_that_only_has_the_right_length_is_withheld(
+    per_chunk: int, ids: list[int]
+) -> None:
+    windows = [[101, 102, 103, 104]]
+    sched = Sched(windows, per_chunk)
+    keys = [sched.key(0, 0), sched.key(0, 1)]
+    assert sched.place_store(keys, vllm_form(windows, [[0, 1]], per_chunk)).withheld is None
+    rows = sched.place_store(keys, FlatBlocks(ids, [len(ids)], [0]))
+    assert rows.withheld is not None and rows.withheld.kind is RefusalKind.COPY_PLAN
+    assert all(sched.issued[key] == rows.withheld for key in keys)
+
+
+def test_state_at_a_boundary_is_placed_by_its_index() -> None:
+    sched = Sched([[101, 102, 103, 104]], 2)
+    boundary = make_offload_key(b"b" * 32, 0)
+    rows = sched.place_store([boundary], FlatBlocks([103], [1], [3]))
+    assert rows.withheld is None and rows.blocks == [((1, 103),)]
+
+
+def test_a_load_of_the_right_groups_at_another_place_is_withheld() -> None:
+    sched = Sched([[101, 102, 103, 104]], 2)
+    keys = [sched.key(0, 0), sched.key(0, 1)]
+    flat = FlatBlocks([101, 102, 103, 104], [4], [0])
+    assert sched.place_load(keys, flat).withheld is None
+    rows = sched.place_load(keys[::-1], flat)
+    assert rows.withheld is not None and rows.withheld.kind is RefusalKind.COPY_PLAN
+    assert rows.blamed == keys[::-1]
 
 
 def test_a_load_of_the_wrong_groups_is_withheld() -> None:
