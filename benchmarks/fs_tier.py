@@ -120,7 +120,7 @@ def _sides(root: Path, rows: memoryview, row_bytes: int, sync: str) -> tuple[Sid
         root_dir=str(root / "ours"),
         capacity_bytes=64 << 30,
         sync=sync,
-        threads=32,
+        threads=16,
     )
     spec = SimpleNamespace(
         blocks_per_chunk=1, kv_events_config=SimpleNamespace(enable_kv_cache_events=False)

@@ -43,6 +43,7 @@ COMMANDS = (
     Command(
         "demo", "kvsafe.cli.demo", "show the whole story on a real vLLM engine on this machine"
     ),
+    Command("model", "kvsafe.cli.model", "walk the lifecycle's state machine and its faults"),
 )
 
 

@@ -8,8 +8,7 @@ a row that belongs to somebody else by then.
 """
 
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,8 +21,6 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadingCounterMetadata,
-    OffloadingGaugeMetadata,
     OffloadingMetricMetadata,
     OffloadKey,
     ReqContext,
@@ -34,16 +31,15 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvsafe.engine.config.problems import ConfigError, Refused, under
 from kvsafe.engine.config.tiers import check_kvsafe_fs
+from kvsafe.engine.fs_objects import FsTally, FsTierObjects, fs_metric_definitions
 from kvsafe.engine.journal import logger
-from kvsafe.engine.objects import NoteObject
-from kvsafe.seal.refusal import Refusal, RefusalKind
+from kvsafe.seal.refusal import RefusalKind
 from kvsafe.tiers import (
     LOAD,
     LOOK,
     STORE,
     Answer,
     ChunkStore,
-    Flaw,
     LookupDesk,
     Os,
     Outcome,
@@ -51,17 +47,12 @@ from kvsafe.tiers import (
     StoreSetting,
     Ticket,
 )
-from kvsafe.tiers.buffers import ThreadBuffers, copy, page_aligned
+from kvsafe.tiers.buffers import ThreadBuffers, copy
 
 TIER_TYPE = "kvsafe-fs"
-OPERATIONS = "kvsafe:fs_operations"
-EVICTED = "kvsafe:fs_evicted"
-CHARGED = "kvsafe:fs_charged_bytes"
-CAPACITY = "kvsafe:fs_capacity_bytes"
-STUCK = "kvsafe:fs_stuck_threads"
-
 _PAUSE_S = 0.001
-_NOT_THE_OBJECTS_FAULT = (RefusalKind.EPOCH_UNKNOWN, RefusalKind.COPY_FAULT, RefusalKind.FENCE)
+_AT_ONCE = 8
+_AT_ONCE_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -73,33 +64,6 @@ class _Job:
     started: float
     open: int
     good: set[int] = field(default_factory=set)
-
-
-class FsTierObjects:
-    """The files of a `kvsafe-fs` tier as `ProvingTier` handles refused ones."""
-
-    def __init__(self, store: ChunkStore) -> None:
-        self._store = store
-        self.on_refusal: NoteObject | None = None
-        store.on_flaw = self._note
-
-    def exists(self, name: OffloadKey) -> bool:
-        """Whether anything stands at the name."""
-        return self._store.exists(bytes(name))
-
-    def quarantine(self, name: OffloadKey, refusal: Refusal) -> bool:
-        """Take the file that was refused out of the way; one that is newer stays."""
-        if refusal.kind in _NOT_THE_OBJECTS_FAULT:
-            return False
-        if refusal.kind is RefusalKind.EPOCH_REVOKED:
-            # Whole but worthless for ever; keeping it aside proves nothing.
-            return self._store.discard(bytes(name))
-        return self._store.quarantine(bytes(name), refusal.number, str(refusal))
-
-    def _note(self, name: bytes, flaw: Flaw, moved: bool) -> None:
-        refusal = Refusal.of(RefusalKind.TIER_OBJECT, flaw.field, flaw.expected, flaw.found)
-        if self.on_refusal is not None:
-            self.on_refusal(OffloadKey(name), refusal, moved)
 
 
 class KVSafeFsTier(SecondaryTierManager):
@@ -129,19 +93,21 @@ class KVSafeFsTier(SecondaryTierManager):
         self._deadline_s = float(chosen.get("deadline_s", 10.0))
         self._row_bytes = int(self.block_size_bytes)
         self._rows = memoryview(primary_kv_view).cast("B")
-        self._aligned = self._row_bytes % 4096 == 0 and page_aligned(self._rows)
         setting = _setting(chosen, self._row_bytes, station.config.quarantine)
         self.store = ChunkStore(setting, calls)
         self.objects = FsTierObjects(self.store)
         self._buffers = ThreadBuffers(self._row_bytes)
         self._desk = LookupDesk()
+        # Small rows go several to a thread at once: handing over costs as much as reading.
+        self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // self._row_bytes))
+        self._clock = self.store.calls.clock
         threads = int(chosen.get("threads", 16))
         # Half prefers loads, half stores; lookups have a thread that never transfers.
         teams = [(LOAD, STORE) if place % 2 == 0 else (STORE, LOAD) for place in range(threads)]
         self._pool = Pool([(LOOK,), *teams], self._deadline_s, threads, self.store.calls.clock)
         self._jobs: dict[int, _Job] = {}
         self._finished: list[JobResult] = []
-        self._told: Counter[tuple[str, str]] = Counter()
+        self._tally = FsTally(self.store, tier_type)
         logger.info(
             "kvsafe: tier %s: capacity %d bytes, sync %s, direct I/O %s, %d threads",
             tier_type,
@@ -185,47 +151,56 @@ class KVSafeFsTier(SecondaryTierManager):
 
     def _submit(self, job: TransferJob, lane: int) -> None:
         names = list(job.keys)
-        work = self._load_one if lane == LOAD else self._store_one
+        work = self._load_some if lane == LOAD else self._store_some
         self._jobs[job.job_id] = _Job(names, lane == LOAD, time.monotonic(), len(names))
         if not names:
             self._end(job.job_id)
             return
-        self._pool.submit_all(
-            lane,
-            [
-                ((job.job_id, place), partial(work, bytes(name), int(row)))
-                for place, (name, row) in enumerate(zip(names, job.chunk_ids, strict=True))
-            ],
-        )
+        rows = [int(row) for row in job.chunk_ids]
+        pieces: list[tuple[Hashable, Callable[[Ticket], object]]] = []
+        for at in range(0, len(names), self._at_once):
+            part = slice(at, at + self._at_once)
+            pairs = list(zip(names[part], rows[part], strict=True))
+            pieces.append(((job.job_id, at, len(pairs)), partial(work, pairs)))
+        self._pool.submit_all(lane, pieces)
 
     def _row(self, row: int) -> memoryview:
         return self._rows[row * self._row_bytes : (row + 1) * self._row_bytes]
 
-    def _store_one(self, name: bytes, row: int, ticket: Ticket) -> Outcome:
-        with self._row(row) as view:
-            return self.store.put(name, view, aligned=self._aligned, wanted=lambda: ticket.wanted)
+    def _store_some(self, pairs: list[tuple[OffloadKey, int]], ticket: Ticket) -> list[Outcome]:
+        outcomes = []
+        for name, row in pairs:
+            if not ticket.renew(self._clock()):
+                break
+            with self._row(row) as view:
+                outcomes.append(self.store.put(name, view, wanted=lambda: ticket.wanted))
+        return outcomes
 
-    def _load_one(self, name: bytes, row: int, ticket: Ticket) -> Outcome:
+    def _load_some(self, pairs: list[tuple[OffloadKey, int]], ticket: Ticket) -> list[Outcome]:
         buffer = self._buffers.get()
-        outcome = self.store.get(name, buffer)
-        if not outcome.good:
-            return outcome
-        # From here to the end of the copy the row cannot be given away.
-        if not ticket.claim():
-            return Outcome(Answer.LATE)
-        with self._row(row) as view:
-            copy(view, buffer)
-        return outcome
+        outcomes = []
+        for name, row in pairs:
+            if not ticket.renew(self._clock()):
+                break
+            outcome = self.store.get(name, buffer)
+            # From the claim to the end of the copy the row cannot be given away.
+            if outcome.good and ticket.claim():
+                with self._row(row) as view:
+                    copy(view, buffer)
+            outcomes.append(outcome)
+        return outcomes
 
     def _collect(self) -> None:
         for tag, result in self._pool.poll():
-            if not isinstance(tag, tuple):
-                continue
-            if tag and isinstance(tag[0], bytes):
+            if isinstance(tag, tuple) and isinstance(tag[0], bytes):
                 found = result if isinstance(result, list) else [False] * len(tag)
                 self._desk.answer(tag, found)
-            elif isinstance(result, Outcome):
-                self._note(int(tag[0]), int(tag[1]), result)
+            elif isinstance(tag, tuple):
+                job_id, first, count = tag
+                # One outcome for all is the pool's: late, or a fault of our own.
+                outcomes = result if isinstance(result, list) else [result] * count
+                for place, outcome in enumerate(outcomes, first):
+                    self._note(job_id, place, outcome)
 
     def _note(self, job_id: int, place: int, outcome: Outcome) -> None:
         job = self._jobs[job_id]
@@ -292,32 +267,11 @@ class KVSafeFsTier(SecondaryTierManager):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         """Metrics of this tier."""
-        counter, gauge = OffloadingCounterMetadata, OffloadingGaugeMetadata
-        return {
-            OPERATIONS: counter(
-                "Loads and stores of the kvsafe-fs tier, and what came of them.",
-                labelnames=("tier", "outcome"),
-            ),
-            EVICTED: counter("Files evicted from the kvsafe-fs tier.", labelnames=("tier", "kind")),
-            CHARGED: gauge("Bytes charged to the store, all writers.", labelnames=("tier",)),
-            CAPACITY: gauge("Capacity of the store in bytes.", labelnames=("tier",)),
-            STUCK: gauge("Threads that are stuck in a call.", labelnames=("tier",)),
-        }
+        return fs_metric_definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Counts since the last call, and the present gauges."""
-        stats = OffloadingConnectorStats()
-        store, tier = self.store, self.tier_type
-        for name, counts in ((OPERATIONS, store.counts), (EVICTED, store.room.evicted)):
-            for label, total in list(counts.items()):
-                amount = total - self._told[name, label]
-                if amount:
-                    stats.increase_counter(name, amount, (tier, label))
-                    self._told[name, label] = total
-        stats.set_gauge(CHARGED, store.charged, (tier,))
-        stats.set_gauge(CAPACITY, store.setting.capacity_bytes, (tier,))
-        stats.set_gauge(STUCK, self._pool.counts.stuck, (tier,))
-        return stats
+        return self._tally.stats(self._pool.counts.stuck)
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:

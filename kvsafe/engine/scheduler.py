@@ -48,6 +48,7 @@ class AdapterRequestState(RequestOffloadState):
 
     adapter: bytes = b""
     answer: AdapterDigest | None = None
+    offload_limit: int | None = None
 
     def update_offload_keys(self) -> None:
         """Extend the keys by the block hashes that have become known."""
@@ -103,6 +104,7 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             adapter=os.urandom(32) if known is None else known.digest,
             answer=known,
         )
+        bound.offload_limit = bound.max_offload_tokens
         if isinstance(answer, AdapterUnknown):
             logger.warning(
                 "kvsafe: adapter %s is served without offload: %s", lora.name, answer.reason
@@ -111,6 +113,24 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         if known is None or not known.storable:
             bound.max_offload_tokens = 0
         return bound
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        """vLLM's answer.
+
+        After an adapter was reloaded in place the accelerator's prefix cache may hold blocks of
+        the old content under the same hashes. A request that takes nothing from it computes
+        every block itself, and may store them; one that does may not.
+        """
+        status = self._req_status.get(request.request_id)
+        if isinstance(status, AdapterRequestState) and status.answer is not None:
+            fresh = status.answer.storable or num_computed_tokens == 0
+            status.max_offload_tokens = status.offload_limit if fresh else 0
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens, max_num_new_tokens
+        )
+        return matched
 
     def _make_boundary_key(
         self, request: Any, group_idx: int, boundary_tokens: int, req_context: ReqContext

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state machine of rows, requests and tiers: states, events, guards, laws, and their explorer."""
+"""The state machine of rows, requests and tiers: states, events, guards, laws, explorer."""

@@ -101,9 +101,8 @@ def _request_signature(request: Request) -> tuple[Any, ...]:
 def _rename(world: World, state: State, keys: Names, tiers: Names) -> State:
     chunks: list[Chunk | None] = [None] * world.keys
     for key, chunk in enumerate(state.chunks):
-        if chunk is not None and chunk.tier != NOBODY:
-            chunk = chunk._replace(tier=tiers[chunk.tier])
-        chunks[keys[key]] = chunk
+        moved = chunk is not None and chunk.tier != NOBODY
+        chunks[keys[key]] = chunk._replace(tier=tiers[chunk.tier]) if chunk and moved else chunk
     objects = [[0] * world.keys for _ in tiers]
     for tier, line in enumerate(state.objects):
         for key, value in enumerate(line):
@@ -159,9 +158,7 @@ def _reorder(state: State, names: Names) -> State:
     for old, request in enumerate(state.requests):
         requests[names[old]] = request
     chunks = tuple(
-        chunk
-        if chunk is None or chunk.by == NOBODY
-        else chunk._replace(by=names[chunk.by])
+        chunk if chunk is None or chunk.by == NOBODY else chunk._replace(by=names[chunk.by])
         for chunk in state.chunks
     )
     return state._replace(requests=tuple(requests), chunks=chunks)
@@ -188,9 +185,7 @@ def _rename_rows(state: State, names: Names) -> State:
     for row, content in enumerate(state.contents):
         contents[names[row]] = content
     return state._replace(
-        chunks=tuple(
-            chunk and chunk._replace(row=names[chunk.row]) for chunk in state.chunks
-        ),
+        chunks=tuple(chunk and chunk._replace(row=names[chunk.row]) for chunk in state.chunks),
         free=tuple(sorted(names[row] for row in state.free)),
         contents=tuple(contents),
         late=tuple(sorted(late._replace(row=names[late.row]) for late in state.late)),

@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvsafe.lifecycle.canonical import canonical
 from kvsafe.lifecycle.rows import MachineError
 from kvsafe.lifecycle.safety import SAFETY, Safety, Seen
-
-from kvsafe.lifecycle.canonical import canonical
 from kvsafe.lifecycle.table import RULES, Rule, in_force
 from kvsafe.lifecycle.words import State
 from kvsafe.lifecycle.world import World
-
 
 # How many variants of a story are followed at a time when it is told without renumbering.
 _STORIES = 20_000
@@ -69,6 +67,7 @@ class Walk:
     edges: array[int] = field(default_factory=lambda: array("i"))
     labels: array[int] = field(default_factory=lambda: array("H"))
     marks: list[bytearray] = field(default_factory=list)
+    fired: set[int] = field(default_factory=set)
 
     def path(self, state: int) -> tuple[int, ...]:
         """The shortest way to `state`, as numbers of moves."""
@@ -144,7 +143,7 @@ class Explorer:
         frontier = [start]
         self._admit(start, -1, 0)
         walk, at = self.walk, 0
-        while frontier and walk.violation is None and walk.states < self._limit:
+        while frontier and not self._stops():
             following: list[State] = []
             for state in frontier:
                 self._expand(state, at, following)
@@ -158,6 +157,9 @@ class Explorer:
         walk.seconds = time.perf_counter() - began
         walk.peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         return walk
+
+    def _stops(self) -> bool:
+        return self.walk.violation is not None or self.walk.states >= self._limit
 
     def _admit(self, state: State, source: int, move: int) -> int:
         number = self.walk.states
@@ -177,17 +179,17 @@ class Explorer:
         walk.first.append(len(walk.edges))
         for move, after in successors(world, walk.moves, state):
             walk.transitions += 1
+            walk.fired.add(move)
             rule, who = walk.moves[move]
             broken = self._broken(Seen(world, state, rule.event, who, after or state))
             if broken or after is None:
                 walk.violation = self._explain(broken, at, move)
                 return
-            after = canonical(world, after)
-            name = self._name(after)
-            number = numbers.get(name)
+            named = canonical(world, after)
+            number = numbers.get(self._name(named))
             if number is None:
-                number = self._admit(after, at, move)
-                following.append(after)
+                number = self._admit(named, at, move)
+                following.append(named)
             if self._graph:
                 walk.edges.append(number)
                 walk.labels.append(move)

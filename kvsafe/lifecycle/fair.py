@@ -11,7 +11,8 @@ where nothing has to happen.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvsafe.lifecycle.explorer import Move, Walk
@@ -30,8 +31,19 @@ class Duty(NamedTuple):
     strong: bool
 
 
+class Edge(NamedTuple):
+    """One move between two states of a component."""
+
+    before: int
+    label: int
+    after: int
+
+
+Wanted = Callable[[Edge], bool]
+
+
 class Cycle(NamedTuple):
-    """A fair cycle: the state where it is entered and the moves around it."""
+    """A fair cycle: the state where it is entered, the moves around it, the component's size."""
 
     entry: int
     moves: tuple[int, ...]
@@ -172,26 +184,55 @@ class Graph:
         ]
 
     def _cycle(self, component: Sequence[int], inside: set[int]) -> Cycle:
-        entry = min(component)
-        return Cycle(entry, tuple(self._around(entry, inside)), len(component))
+        """A way around the component that does every duty, or passes where it does not bind."""
+        entry = at = min(component)
+        edges: list[Edge] = []
+        for wanted in self._wants(component, self._taken(inside)):
+            if not any(wanted(edge) for edge in edges):
+                edges += self._way(at, inside, wanted)
+                at = edges[-1].after if edges else entry
+        if at != entry or not edges:
+            edges += self._way(at, inside, lambda edge: edge.after == entry)
+        return Cycle(entry, tuple(edge.label for edge in edges), len(component))
 
-    def _around(self, entry: int, inside: set[int]) -> list[int]:
-        """The shortest way from `entry` back to it, as moves; none if the run stands still."""
-        came: dict[int, tuple[int, int]] = {}
-        layer = [entry]
+    def _wants(self, component: Sequence[int], taken: set[int]) -> Iterator[Wanted]:
+        if self._often:
+            yield lambda edge: edge.label in self._often
+        for duty in self._duties:
+            if not self._binds(duty._replace(strong=True), component):
+                continue
+            if duty.answers & taken:
+                yield partial(_answers, duty)
+            else:
+                yield partial(self._rests, duty)
+
+    def _rests(self, duty: Duty, edge: Edge) -> bool:
+        return duty.moves.isdisjoint(self._enabled(edge.before))
+
+    def _way(self, start: int, inside: set[int], wanted: Wanted) -> list[Edge]:
+        """The shortest way from `start` whose last edge is wanted; empty if there is none."""
+        came: dict[int, Edge] = {}
+        layer = [start]
         while layer:
             following = []
-            for state in layer:
-                for label, after in self._after(state):
-                    if after not in inside or label in self._never:
-                        continue
-                    if after == entry:
-                        return _walk_back(came, state, entry, label)
-                    if after not in came:
-                        came[after] = (state, label)
-                        following.append(after)
+            for edge in self._edges(layer, inside):
+                if wanted(edge):
+                    return _walk_back(came, start, edge)
+                if edge.after not in came and edge.after != start:
+                    came[edge.after] = edge
+                    following.append(edge.after)
             layer = following
         return []
+
+    def _edges(self, layer: Sequence[int], inside: set[int]) -> Iterator[Edge]:
+        for state in layer:
+            for label, after in self._after(state):
+                if after in inside and label not in self._never:
+                    yield Edge(state, label, after)
+
+
+def _answers(duty: Duty, edge: Edge) -> bool:
+    return edge.label in duty.answers
 
 
 def _pop(stack: list[int], waiting: set[int], root: int) -> array[int]:
@@ -204,11 +245,8 @@ def _pop(stack: list[int], waiting: set[int], root: int) -> array[int]:
             return found
 
 
-def _walk_back(
-    came: dict[int, tuple[int, int]], state: int, entry: int, last: int
-) -> list[int]:
-    labels = [last]
-    while state != entry:
-        state, label = came[state]
-        labels.append(label)
-    return labels[::-1]
+def _walk_back(came: dict[int, Edge], start: int, last: Edge) -> list[Edge]:
+    edges = [last]
+    while edges[-1].before != start:
+        edges.append(came[edges[-1].before])
+    return edges[::-1]

@@ -108,7 +108,9 @@ _RESET = frozenset({"reset"})
 _LONG = frozenset({"finish"})
 
 LIVENESS: Final[tuple[Liveness, ...]] = (
-    Liveness("every pending hit resolves", "a request that waits is admitted in the end", waits, _RESET),
+    Liveness(
+        "every pending hit resolves", "a request that waits is admitted in the end", waits, _RESET
+    ),
     Liveness("every retry resolves", "a tier's answer comes, or counts as a no", asks),
     Liveness("every write resolves", "what is being written is ready or gone in the end", writes),
     Liveness("every load ends", "a load is reported in the end", loads),
@@ -122,6 +124,9 @@ LIVENESS: Final[tuple[Liveness, ...]] = (
     Liveness("every request is finalised", "tiers hear of its end in the end", ends),
     Liveness("pins return to zero", "when nobody new comes, nothing stays pinned", pinned, _NEW),
     Liveness("a drained system is idle", "when nobody new comes, all comes to rest", busy, _NEW),
-    Liveness("retired rows come back", "what was overtaken reports in the end", retired, _NEW, unless="deadline"),
+    Liveness(
+        "retired rows come back", "what was overtaken reports in the end", retired, _NEW,
+        unless="deadline",
+    ),
     Liveness("shutdown ends", "rows are given back in the end", closing),
 )  # fmt: skip

@@ -66,9 +66,7 @@ def allocate(world: World, state: State, key: int, stage: int, by: int, tier: in
 
 def move(state: State, key: int, stage: int) -> State:
     """The next stage of a write under way."""
-    return state._replace(
-        chunks=put(state.chunks, key, chunk_of(state, key)._replace(stage=stage))
-    )
+    return state._replace(chunks=put(state.chunks, key, chunk_of(state, key)._replace(stage=stage)))
 
 
 def fill(state: State, row: int, content: Content | None) -> State:

@@ -7,7 +7,6 @@ share no code with the rules, so that a fault in a rule cannot hide in its law.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Final, NamedTuple

@@ -9,10 +9,10 @@ be fenced, so its row is retired: it has no owner and no use until the tier repo
 from __future__ import annotations
 
 from kvsafe.lifecycle import rows
+from kvsafe.lifecycle.promotions import content_of
 from kvsafe.lifecycle.requests import can_abort, end
 from kvsafe.lifecycle.transfers import (
     can_report_cascade,
-    content_of,
     end_cascade,
     object_of,
     set_object,

@@ -8,9 +8,11 @@ tell from them: whose chunk it is, and whether it is of the present epoch.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from kvsafe.lifecycle.policy import Order
+
+T = TypeVar("T")
 
 # A chunk's stages. Refcount is -1 in all of them but READY.
 WRITING: Final = 0  # workers copy from the accelerator into the row

@@ -10,7 +10,8 @@ from kvsafe.tiers.folders import QUARANTINE, SUFFIX, StoreRefused
 from kvsafe.tiers.lookups import LookupDesk
 from kvsafe.tiers.outcome import Answer, Flaw, Outcome, Verdict
 from kvsafe.tiers.pool import LOAD, LOOK, STORE, Pool, Ticket
-from kvsafe.tiers.store import ChunkStore, StoreSetting
+from kvsafe.tiers.setting import StoreSetting
+from kvsafe.tiers.store import ChunkStore
 
 __all__ = [
     "LOAD",

@@ -5,16 +5,13 @@ import os
 from collections.abc import Callable
 from typing import Literal
 
+from kvsafe.tiers.buffers import page_aligned
 from kvsafe.tiers.calls import Os
 from kvsafe.tiers.folders import Folders
 from kvsafe.tiers.outcome import Flaw
 
 Sync = Literal["none", "data", "full"]
 DIRECT_ALIGN = 4096
-
-
-class Abandoned(Exception):
-    """The operation is over its deadline: nobody wants its result any more."""
 
 
 class Truncated(Exception):
@@ -30,10 +27,10 @@ class Writer:
         self._sync = sync
         self._direct = direct
 
-    def write(self, bucket: int, temporary: str, row: memoryview, *, aligned: bool) -> None:
+    def write(self, bucket: int, temporary: str, row: memoryview) -> None:
         """Write the whole row under a temporary name and sync it as set. Raises `OSError`."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-        if self._direct and aligned:
+        if self._direct and page_aligned(row):
             flags |= os.O_DIRECT
         fd = self._calls.open(bucket, temporary, flags)
         try:
@@ -95,7 +92,7 @@ class Reader:
         and `Truncated`.
         """
         with self._folders.bucket(bucket) as folder:
-            fd = self._open(folder, name)
+            fd = self._open(folder, name, self._direct and page_aligned(into))
         try:
             flaw = admit(fd, self._calls.fstat(fd))
             if flaw is None:
@@ -104,8 +101,8 @@ class Reader:
         finally:
             self._calls.close(fd)
 
-    def _open(self, folder: int, name: str) -> int:
-        if self._direct:
+    def _open(self, folder: int, name: str, direct: bool) -> int:
+        if direct:
             try:
                 return self._calls.open(folder, name, os.O_RDONLY | os.O_DIRECT)
             except OSError as exc:

@@ -26,8 +26,9 @@ SUFFIX = ".chunk"
 HIDDEN = "."
 """First character of the name of a file that is being written."""
 MAX_NAME_BYTES = 120
+# Many folders: ext4 is slow to make a file where many were removed in the last minutes.
 _BUCKET_DIGITS = 3
-_HANDLES = (32, (1 << 4 * _BUCKET_DIGITS) + 64)
+_HANDLES = (32, 1 << 4 * _BUCKET_DIGITS)
 _LINK_GRACE_S = 60.0
 
 
@@ -75,7 +76,8 @@ class Folders:
                 fd = self.calls.open_root(root)
             except FileNotFoundError:
                 os.makedirs(os.path.dirname(root), exist_ok=True)
-                self.calls.make_root(root)
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    self.calls.make_root(root)
                 fd = self.calls.open_root(root)
         except OSError as exc:
             raise StoreRefused(f"{root} cannot be opened as a folder: {exc.strerror}") from exc
@@ -228,18 +230,21 @@ class Folders:
 
     def flaw(self, info: os.stat_result) -> Flaw | None:
         """Why this cannot be a chunk, or None. A name that is still being made is no flaw."""
-        number = self._flaw_number
         if not stat.S_ISREG(info.st_mode):
-            return Flaw("file type", "-", stat.filemode(info.st_mode)[0], number)
+            return self.flaw_of("file type", "-", stat.filemode(info.st_mode)[0])
         if info.st_size != self.row_bytes:
-            return Flaw("file bytes", str(self.row_bytes), str(info.st_size), number)
+            return self.flaw_of("file bytes", self.row_bytes, info.st_size)
         if info.st_uid != os.geteuid():
-            return Flaw("file owner", str(os.geteuid()), str(info.st_uid), number)
+            return self.flaw_of("file owner", os.geteuid(), info.st_uid)
         if info.st_mode & 0o077:
-            return Flaw("file mode", "0600", f"{stat.S_IMODE(info.st_mode):04o}", number)
+            return self.flaw_of("file mode", "0600", f"{stat.S_IMODE(info.st_mode):04o}")
         if info.st_nlink != 1 and not self.in_making(info):
-            return Flaw("file links", "1", str(info.st_nlink), number)
+            return self.flaw_of("file links", 1, info.st_nlink)
         return None
+
+    def flaw_of(self, field: str, expected: object, found: object) -> Flaw:
+        """A flaw with the number that this store was given for them."""
+        return Flaw(field, str(expected), str(found), self._flaw_number)
 
     def in_making(self, info: os.stat_result) -> bool:
         """Whether two names are what publishing looks like for a moment on this file system."""
@@ -258,4 +263,4 @@ def _handle_limit() -> int:
     """How many buckets stay open: a part of what this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     low, high = _HANDLES
-    return high if soft == resource.RLIM_INFINITY else max(low, min(high, soft // 4))
+    return high if soft == resource.RLIM_INFINITY else max(low, min(high, soft // 2))

@@ -24,8 +24,10 @@ TICK_S = 5.0
 _SWEEP_S = 60.0
 _COUNT_S = 3600.0
 _TOUCHED_LIMIT = 1 << 16
+_PAUSE_EVERY = 128
 _PAUSE_S = 0.0005
 _QUICK_S = 0.25
+_COUNT_SHARE = 10
 FRESH_S = 30.0
 """A file used less than this long ago is not marked as used again."""
 
@@ -106,7 +108,14 @@ class Keeper:
         while not self._stop:
             self._wake.clear()
             self.tick()
-            self._wake.wait(TICK_S)
+            self._wake.wait(self._pause())
+
+    def _pause(self) -> float:
+        """Seconds to the next tick; less where a count is asked for and only had to wait."""
+        if not self._wanted:
+            return TICK_S
+        since = self._calls.clock() - self._last_count
+        return min(TICK_S, max(0.01, _COUNT_SHARE * self.counted.seconds - since))
 
     def tick(self) -> None:
         """One round. A failed part is counted and tried again next time."""
@@ -138,7 +147,7 @@ class Keeper:
         if not self._wanted and since < often:
             return
         # Counting costs: however often it is asked for, a tenth of the time at most.
-        if since < 10 * self.counted.seconds or self.room is None:
+        if since < _COUNT_SHARE * self.counted.seconds or self.room is None:
             return
         self._wanted = False
         start = clock()
@@ -163,16 +172,22 @@ class Keeper:
             self._done.notify_all()
 
     def _candidates(self, dead: DeadWriters) -> Iterator[Candidate]:
-        for bucket in ("", *self._folders.bucket_names()):
+        seen = 0
+        # Quarantine last: files move into it meanwhile, and must not be seen in neither place.
+        for bucket in (*self._folders.bucket_names(), ""):
             try:
                 with self._folders.bucket(bucket) as folder:
-                    for name, info in self._folders.listing(folder):
+                    entries = self._folders.listing(folder)
+                    seen += 1 + len(entries)
+                    for name, info in entries:
                         if stat.S_ISREG(info.st_mode):
                             yield from self._candidate(bucket, folder, name, info, dead)
             except FileNotFoundError:
                 continue
-            # Let the serving threads have the interpreter.
-            time.sleep(_PAUSE_S)
+            if seen >= _PAUSE_EVERY:
+                # Let the serving threads have the interpreter.
+                seen = 0
+                time.sleep(_PAUSE_S)
 
     def _candidate(
         self, bucket: str, folder: int, name: str, info: os.stat_result, dead: DeadWriters

@@ -9,6 +9,7 @@ that its writer may still write (see `ledger.py`).
 
 import contextlib
 import fcntl
+import itertools
 import os
 import secrets
 import struct
@@ -26,7 +27,7 @@ class Lease:
     def __init__(self, calls: Os, folders: Folders) -> None:
         self._calls = calls
         self._folders = folders
-        self._count = 0
+        self._counter = itertools.count(1)
         self.held = 0
         self.name, self._fd = self._take()
 
@@ -49,19 +50,19 @@ class Lease:
             self._calls.close(fd)
 
     def temporary(self) -> str:
-        """A name for a file being written, unique among all writers and over restarts."""
-        self._count += 1
-        return f"{HIDDEN}{self.name}-{self._count:x}-{secrets.token_hex(4)}"
+        """A name for a file being written: unique, as the name of the lease is."""
+        return f"{HIDDEN}{self.name}-{next(self._counter):x}"
 
     def note_held(self, held: int) -> None:
         """Write how many bytes this writer may still write (inside the ledger's lock)."""
         self._calls.write(self._fd, memoryview(_HELD.pack(held)), 0)
         self.held = held
 
-    def close(self) -> None:
-        """End the lease; nothing may be in flight."""
+    def close(self, *, clean: bool) -> None:
+        """End the lease. If something was left behind its file stays, for whoever sweeps."""
         try:
-            self._calls.unlink(self._folders.leases, self.name)
+            if clean:
+                self._calls.unlink(self._folders.leases, self.name)
         finally:
             self._calls.close(self._fd)
 

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvsafe.tiers.outcome import Answer, Outcome
 
@@ -21,6 +21,7 @@ Lane = int
 LOOK: Lane = 0
 LOAD: Lane = 1
 STORE: Lane = 2
+_LOOK_S = 0.05
 
 
 class Ticket:
@@ -47,6 +48,11 @@ class Ticket:
     def claim(self) -> bool:
         """Whether the result is still wanted; if so it will be waited for from now on."""
         return self._move(("running", "claimed"), "claimed")
+
+    def renew(self, now: float) -> bool:
+        """Begin the next part of the work, with a deadline of its own. False if abandoned."""
+        self.started = now
+        return self._move(("running", "claimed"), "running")
 
     @property
     def wanted(self) -> bool:
@@ -84,7 +90,7 @@ class PoolCounts:
     late_waiting: int = 0
     late_running: int = 0
     returned: int = 0
-    stuck: int = field(default=0)
+    stuck: int = 0
 
 
 class Pool:
@@ -109,14 +115,17 @@ class Pool:
         self._stuck_limit = stuck_limit
         self._clock = clock
         self._name = name
-        self._ready = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        # One per kind of team: whoever is woken must be able to do the work.
+        self._ready = {frozenset(team): threading.Condition(self._lock) for team in teams}
         self._queues: tuple[deque[Ticket], ...] = (deque(), deque(), deque())
         self._done: queue.SimpleQueue[tuple[Hashable, object]] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
         self._stuck: list[_Worker] = []
         self._stop = False
+        self._look_again = float("-inf")
         self.counts = PoolCounts()
-        with self._ready:
+        with self._lock:
             for lanes in teams:
                 self._hire(lanes)
 
@@ -137,9 +146,11 @@ class Pool:
     ) -> None:
         """Queue several pieces of work at once."""
         due = self._clock() + self._deadline_s
-        with self._ready:
+        with self._lock:
             self._queues[lane].extend(Ticket(tag, work, due) for tag, work in pieces)
-            self._ready.notify(len(pieces))
+            for lanes, ready in self._ready.items():
+                if lane in lanes:
+                    ready.notify(len(pieces))
 
     def poll(self) -> list[tuple[Hashable, object]]:
         """What has been answered since the last call. Never waits."""
@@ -152,9 +163,12 @@ class Pool:
                 return answered
 
     def expire(self) -> None:
-        """Answer for everything that is over its deadline."""
+        """Answer for everything that is over its deadline (looked at now and then only)."""
         now = self._clock()
-        with self._ready:
+        if now < self._look_again:
+            return
+        self._look_again = now + min(_LOOK_S, self._deadline_s / 20)
+        with self._lock:
             for line in self._queues:
                 while line and line[0].due < now:
                     self._late(line.popleft())
@@ -200,7 +214,7 @@ class Pool:
             return Outcome(Answer.UNREACHABLE, f"{type(exc).__name__}: {exc}"[:200])
 
     def _next(self, worker: _Worker) -> Ticket | None:
-        with self._ready:
+        with self._lock:
             while not self._stop:
                 for lane in worker.lanes:
                     while self._queues[lane]:
@@ -208,12 +222,12 @@ class Pool:
                         if ticket.begin(self._clock()):
                             worker.ticket = ticket
                             return ticket
-                self._ready.wait()
+                self._ready[frozenset(worker.lanes)].wait()
             return None
 
     def _return(self, worker: _Worker) -> bool:
         """An abandoned thread is back. It works on if nobody took its place."""
-        with self._ready:
+        with self._lock:
             worker.ticket = None
             if worker in self._stuck:
                 self._stuck.remove(worker)
@@ -227,12 +241,13 @@ class Pool:
     def stop(self, timeout_s: float) -> bool:
         """End the threads; queued work is answered late. False if a call is still stuck."""
         deadline = self._clock() + timeout_s
-        with self._ready:
+        with self._lock:
             self._stop = True
             for line in self._queues:
                 while line:
                     self._late(line.popleft())
-            self._ready.notify_all()
+            for ready in self._ready.values():
+                ready.notify_all()
             threads = [worker.thread for worker in (*self._workers, *self._stuck)]
         for thread in threads:
             if thread is not None:

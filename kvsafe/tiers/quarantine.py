@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from typing import Literal
 
 from kvsafe.tiers.folders import Folders
+from kvsafe.tiers.ledger import whole_pages
 from kvsafe.tiers.outcome import FileId
 from kvsafe.tiers.room import Room
 
@@ -76,10 +77,21 @@ class Quarantine:
         return True
 
     def _put_back(self, folder: int, file: str, aside: str) -> None:
+        """Put a file that was not meant back, as if it were new.
+
+        A count that runs now may see it in neither place, so it is paid for once more.
+        """
+        charge = whole_pages(self._folders.row_bytes)
+        if not self._room.take(charge):
+            self._room.remove("", aside)
+            return
         try:
             self._calls.publish(self._folders.aside, aside, folder, file)
         except FileExistsError:
+            self._room.give_back(charge)
             self._room.remove("", aside)
+        else:
+            self._room.spent(charge)
 
     def _note(self, aside: str, text: str) -> None:
         """The reason goes with the file, where the file system keeps such notes."""

@@ -10,42 +10,20 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 from kvsafe.tiers.calls import Os
-from kvsafe.tiers.chunkfile import DIRECT_ALIGN, Reader, Sync, Truncated, Writer
+from kvsafe.tiers.chunkfile import DIRECT_ALIGN, Reader, Truncated, Writer
 from kvsafe.tiers.folders import Folders, StoreRefused
 from kvsafe.tiers.keeper import Keeper, mark_used
 from kvsafe.tiers.leases import Lease
 from kvsafe.tiers.ledger import Ledger, Limits, whole_pages
 from kvsafe.tiers.outcome import Answer, FileId, Flaw, Outcome, Verdict, outcome_of
-from kvsafe.tiers.quarantine import Policy, Quarantine
+from kvsafe.tiers.quarantine import Quarantine
 from kvsafe.tiers.room import Room
+from kvsafe.tiers.setting import StoreSetting
 
 Judge = Callable[[memoryview], Verdict | None]
 OnFlaw = Callable[[bytes, Flaw, bool], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSetting:
-    """How a store behaves. Sizes in bytes, times in seconds.
-
-    Attributes:
-        flaw_number: refusal number of what is not even a regular file of one row.
-        lock_wait_s: longest wait for the shared ledger.
-    """
-
-    root: str
-    row_bytes: int
-    capacity_bytes: int
-    reserve_bytes: int = 0
-    ttl_s: float | None = None
-    sync: Sync = "none"
-    direct_io: Literal["auto", "on", "off"] = "auto"
-    quarantine: Policy = "aside"
-    flaw_number: int = 0
-    lock_wait_s: float = 5.0
 
 
 class ChunkStore:
@@ -99,13 +77,12 @@ class ChunkStore:
         name: bytes,
         row: memoryview,
         *,
-        aligned: bool = False,
         wanted: Callable[[], bool] = lambda: True,
     ) -> Outcome:
         """Store a row of exactly `row_bytes` under its name; never replaces a good file.
 
-        `aligned` says that its memory begins on a page. `wanted` is asked before the file is
-        published: after a deadline the row may belong to another chunk.
+        `wanted` is asked before the file is published: after a deadline the row may belong
+        to another chunk.
         """
         if len(row) != self.setting.row_bytes:
             raise ValueError(f"a row of {len(row)} bytes, not {self.setting.row_bytes}")
@@ -117,7 +94,7 @@ class ChunkStore:
                 return Outcome(Answer.NO_ROOM, "capacity or reserve")
         except OSError as exc:
             return outcome_of(exc)
-        return self._counted(self._write(bucket, file, row, aligned, wanted))
+        return self._counted(self._write(bucket, file, row, wanted))
 
     def _stands(self, name: bytes, bucket: str, file: str) -> bool:
         """Whether a file that can be this chunk is there; one that cannot is moved away."""
@@ -136,12 +113,12 @@ class ChunkStore:
             return self.calls.stat(folder, file)
 
     def _write(
-        self, bucket: str, file: str, row: memoryview, aligned: bool, wanted: Callable[[], bool]
+        self, bucket: str, file: str, row: memoryview, wanted: Callable[[], bool]
     ) -> Outcome:
         """Write and publish with room that was taken."""
         try:
             with self.folders.bucket(bucket, make=True) as folder:
-                outcome = self._write_in(folder, file, row, aligned, wanted)
+                outcome = self._write_in(folder, file, row, wanted)
         except OSError as exc:
             # The bucket could not be opened: nothing was written.
             self.room.give_back(self._charge)
@@ -153,12 +130,12 @@ class ChunkStore:
         return outcome
 
     def _write_in(
-        self, folder: int, file: str, row: memoryview, aligned: bool, wanted: Callable[[], bool]
+        self, folder: int, file: str, row: memoryview, wanted: Callable[[], bool]
     ) -> Outcome:
         temporary = self.lease.temporary()
         written = False
         try:
-            self._writer.write(folder, temporary, row, aligned=aligned)
+            self._writer.write(folder, temporary, row)
             written = True
             if not wanted():
                 return self._undo(folder, temporary, Outcome(Answer.LATE), written)
@@ -204,7 +181,7 @@ class ChunkStore:
                 bucket, file, into, lambda fd, info: self._admit(name, fd, info, seen)
             )
         except Truncated:
-            flaw = Flaw("file bytes", str(len(into)), "fewer while reading", self._flaw_number)
+            flaw = self.folders.flaw_of("file bytes", len(into), "fewer while reading")
         except OSError as exc:
             return self._counted(self._read_error(name, bucket, file, exc))
         if flaw is not None:
@@ -214,10 +191,6 @@ class ChunkStore:
             moved = self.quarantine(name, verdict.number, str(verdict))
             return self._counted(Outcome(Answer.REFUSED, str(verdict), verdict, moved))
         return self._counted(Outcome(Answer.DONE))
-
-    @property
-    def _flaw_number(self) -> int:
-        return self.setting.flaw_number
 
     def _admit(self, name: bytes, fd: int, info: os.stat_result, seen: list[FileId]) -> Flaw | None:
         seen.append(FileId.of(info))
@@ -236,7 +209,7 @@ class ChunkStore:
     def _read_error(self, name: bytes, bucket: str, file: str, error: OSError) -> Outcome:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
             # A link, a socket, a device: no file of ours.
-            flaw = Flaw("file type", "-", errno.errorcode[error.errno or 0], self._flaw_number)
+            flaw = self.folders.flaw_of("file type", "-", errno.errorcode[error.errno])
             return self._unfit(name, bucket, file, flaw, [])
         outcome = outcome_of(error)
         # Too little memory or space to read is not "no room" for anything.
@@ -332,8 +305,7 @@ class ChunkStore:
             return
         try:
             self.room.return_unspent()
-            if self.room.held == 0:
-                self.lease.close()
+            self.lease.close(clean=self.room.held == 0)
         except OSError:
             self.counts["close failed"] += 1
         self._ledger.close()

@@ -279,6 +279,28 @@ def fail_reads(state: State, times: int) -> None:
     state.replace(manager, "batch_load_block", batch_load_block)
 
 
+def stall_reads(state: State) -> None:
+    """The next batch that the fs tier reads does not return until `release`."""
+    from vllm.v1.kv_offload.tiering.fs import manager
+
+    real = manager.batch_load_block
+    gate = state.notes["gate"] = threading.Event()
+    entered = state.notes["entered"] = threading.Event()
+
+    def batch_load_block(*values: Any) -> Any:
+        if not entered.is_set():
+            entered.set()
+            gate.wait(GATE_S)
+        return real(*values)
+
+    state.replace(manager, "batch_load_block", batch_load_block)
+
+
+def stalled(state: State) -> bool:
+    """Whether a read hangs."""
+    return bool(state.notes["entered"].is_set())
+
+
 # Preemption and the end of processes
 
 
@@ -334,10 +356,11 @@ def die(state: State) -> None:
 
 FAULTS: tuple[Callable[..., Any], ...] = (
     # what is there
-    open_as_other_layouts, row_digest, blocks_digest, entered, jobs, preemptions,
+    open_as_other_layouts, row_digest, blocks_digest, entered, stalled, jobs,
+    preemptions,
     # what goes wrong
     damage_row, reallocate, hold, slow, release, finish_copies, refuse_store, skip_tagging,
-    before_read, fail_reads, count_preemptions, kill_at, die,
+    before_read, fail_reads, stall_reads, count_preemptions, kill_at, die,
     # what is switched off
     accept_payloads, accept_late_rows, accept_epochs,
 )  # fmt: skip

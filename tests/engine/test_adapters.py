@@ -89,6 +89,11 @@ def test_content_decides_what_is_served(adapters: Adapters, fresh: Fresh) -> Non
     other = engine.stored(prompt, lora=adapters.request(inplace=True))
     assert (other.tokens, other.cached) == (tokens[2], 0)
 
+    # Nothing of it came from the accelerator's cache, so all of it is the new content's: stored.
+    engine.drop_host()
+    other = engine.stored(prompt, lora=adapters.request(inplace=True))
+    assert (other.tokens, other.cached) == (tokens[2], WHOLE)
+
     # The first content again: its own chunks, not those of the second.
     adapters.content(1)
     engine.drop_host()
@@ -103,6 +108,21 @@ def test_content_decides_what_is_served(adapters: Adapters, fresh: Fresh) -> Non
     engine.drop_host()
     other = engine.stored(prompt, lora=adapters.request(inplace=True))
     assert (other.tokens, other.cached) == (tokens[2], WHOLE)
+
+
+def test_blocks_of_the_old_content_are_not_stored_as_the_new(
+    adapters: Adapters, fresh: Fresh
+) -> None:
+    engine, prompt = adapters.engine, fresh(400)
+    engine.stored(prompt, lora=adapters.request())
+    adapters.content(2)
+    before = engine.metrics()
+    # vLLM's own prefix cache answers with blocks of the first content: not ours to store.
+    engine.stored(prompt + fresh(200), lora=adapters.request(inplace=True))
+    assert engine.metrics().since(before).total("chunks_stored_total") == 0
+    # Control: a prompt that the accelerator holds nothing of is stored.
+    engine.stored(fresh(400), lora=adapters.request(inplace=True))
+    assert engine.metrics().since(before).total("chunks_stored_total") > 0
 
 
 def test_files_replaced_without_a_reload(adapters: Adapters, fresh: Fresh) -> None:

@@ -164,6 +164,18 @@ def test_mla_on_cpu_is_refused_until_asked_for(nursery: Nursery, tmp_path: Path)
         engine.kill()
 
 
+def test_without_a_prefix_cache_on_the_accelerator(nursery: Nursery, tmp_path: Path) -> None:
+    """vLLM offloads then as well; what comes back must be right all the same."""
+    settings, question = Place(tmp_path).settings(), prompt(13, 400)
+    with nursery.running(
+        models.qwen3(), kv_transfer_config=settings, enable_prefix_caching=False
+    ) as engine:
+        cold = engine.stored(question)
+        again = engine.ask(question)
+        assert (again.tokens, again.cached) == (cold.tokens, 384)
+        assert engine.metrics().refusals() == {}
+
+
 def test_stored_and_never_served_is_shown(nursery: Nursery, tmp_path: Path) -> None:
     place, question = Place(tmp_path), prompt(12, 300)
     with nursery.running(models.qwen3(), kv_transfer_config=place.settings()) as engine:

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.engine.cases import Bench, Fresh, Stored, refused
+from tests.support import models
+from tests.support.engine import Nursery, Place
 
 pytestmark = pytest.mark.engine
 
@@ -79,3 +83,31 @@ def test_under_policy_fail_an_unreachable_file_is_a_miss(bench: Bench, fresh: Fr
     stored.paths[0].unlink()
     assert recomputed(stored) == 0
     stored.expect_whole()
+
+
+def test_a_read_that_never_returns(nursery: Nursery, tmp_path: Path, fresh: Fresh) -> None:
+    """F14: recomputed after the deadline; other requests are served all the while."""
+    settings = Place(tmp_path).settings(load_deadline_s=1.0)
+    stuck, other = fresh(400), fresh(400)
+    with nursery.running(models.qwen3(), kv_transfer_config=settings) as engine:
+        cold, fine = engine.stored(stuck), engine.stored(other)
+        engine.drop_host()
+        assert engine.ask(stuck).cached == 384
+        engine.drop_host()
+        engine.do("stall_reads")
+        name = engine.do("submit", prompt=stuck, count=4)
+        while not engine.do("stalled"):
+            engine.do("step")
+        meanwhile = engine.ask(other[:-1])
+        assert meanwhile.finish == "length"
+        [done] = engine.do("finish", names=[name])
+        assert (tuple(done["tokens"]), done["cached"]) == (cold.tokens, 0)
+        engine.do("release")
+        engine.settle()
+        engine.do("restore")
+        for question, before in ((stuck, cold), (other, fine)):
+            engine.drop_host()
+            engine.stored(question)
+            engine.drop_host()
+            again = engine.ask(question)
+            assert (again.tokens, again.cached) == (before.tokens, 384)

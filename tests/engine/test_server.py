@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support import models
-from tests.support.engine import ENVIRONMENT, READY_S, ROOT, Place, prompt
+from tests.support.engine import ENVIRONMENT, READY_S, ROOT, Place, kill_group, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -94,8 +93,7 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL for everything this server has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
 
 

@@ -588,6 +588,17 @@ def test_proven_engines_start(change: dict[str, object]) -> None:
     assert refuse_unsafe(facts, parsed()) == ()
 
 
+def test_mla_needs_prefix_caching() -> None:
+    change = {"group_kinds": ("mla",), "kv_quant_modes": ("NONE",)}
+    assert refuse_unsafe(msgspec.structs.replace(PROVEN, **change), parsed()) == ()
+    bare = msgspec.structs.replace(PROVEN, **change, prefix_caching=False)
+    with pytest.raises(ConfigError, match="ignore a loaded prefix") as caught:
+        refuse_unsafe(bare, parsed())
+    assert keys(caught.value) == ["group_kinds"]
+    allowed = refuse_unsafe(bare, parsed(allow_unproven_groups=True))
+    assert {complaint.key for complaint in allowed} == {"group_kinds", "prefix_caching"}
+
+
 @pytest.mark.parametrize(("change", "key", "override"), UNSAFE)
 def test_unproven_engines_are_refused_until_overridden(
     change: dict[str, object], key: str, override: str

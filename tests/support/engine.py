@@ -202,14 +202,16 @@ class Engine:
 
     def stop(self) -> None:
         """Shut down in order and end the process."""
+        left = _shared_memory(self.pid)
         with contextlib.suppress(EngineGone, EngineFailed):
             self.do("stop", wait_s=30.0)
         self.kill()
+        for path in left:
+            path.unlink(missing_ok=True)
 
     def kill(self) -> None:
         """SIGKILL for the process and all that it started; returns when it is gone."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
         with contextlib.suppress(OSError):
             self._link.settimeout(30.0)
             while self._link.recv(65536):
@@ -298,6 +300,30 @@ class Nursery:
         """End the nursery; engines end when their links close."""
         self._process.kill()
         self._process.wait()
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL for a process group, and away with the shared memory that vLLM leaves then.
+
+    kvsafe's own region is not touched: that it goes by itself is what some tests show.
+    """
+    left = _shared_memory(group)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+    for path in left:
+        path.unlink(missing_ok=True)
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """Files in shared memory that a process of this group has mapped."""
+    found: set[Path] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if os.getpgid(int(folder.name)) != group:
+                continue
+            lines = (folder / "maps").read_text().splitlines()
+            found |= {Path(line.split(None, 5)[5]) for line in lines if "/dev/shm/" in line}
+    return {path for path in found if not path.name.startswith("kvsafe-")}
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

@@ -136,7 +136,7 @@ def _random_seed(facts: EngineFacts) -> str | None:
 
 
 def _no_prefix_caching(facts: EngineFacts) -> str | None:
-    return None if facts.prefix_caching else "prefix caching is off: nothing will be offloaded"
+    return None if facts.prefix_caching else "prefix caching is off: every hit comes from the rows"
 
 
 def _spec_decode(facts: EngineFacts) -> str | None:

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a `kvsafe-fs` tier towards the engine: refused ones, and counts for metrics."""
+
+from collections import Counter
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+    OffloadKey,
+)
+
+from kvsafe.engine.objects import NoteObject
+from kvsafe.seal.refusal import Refusal, RefusalKind
+from kvsafe.tiers import ChunkStore, Flaw
+
+OPERATIONS = "kvsafe:fs_operations"
+EVICTED = "kvsafe:fs_evicted"
+CHARGED = "kvsafe:fs_charged_bytes"
+CAPACITY = "kvsafe:fs_capacity_bytes"
+STUCK = "kvsafe:fs_stuck_threads"
+
+_NOT_THE_OBJECTS_FAULT = (RefusalKind.EPOCH_UNKNOWN, RefusalKind.COPY_FAULT, RefusalKind.FENCE)
+
+
+class FsTierObjects:
+    """The files of a `kvsafe-fs` tier as `ProvingTier` handles refused ones."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self.on_refusal: NoteObject | None = None
+        store.on_flaw = self._note
+
+    def exists(self, name: OffloadKey) -> bool:
+        """Whether anything stands at the name."""
+        return self._store.exists(bytes(name))
+
+    def quarantine(self, name: OffloadKey, refusal: Refusal) -> bool:
+        """Take the file that was refused out of the way; one that is newer stays."""
+        if refusal.kind in _NOT_THE_OBJECTS_FAULT:
+            return False
+        if refusal.kind is RefusalKind.EPOCH_REVOKED:
+            # Whole but worthless for ever; keeping it aside proves nothing.
+            return self._store.discard(bytes(name))
+        return self._store.quarantine(bytes(name), refusal.number, str(refusal))
+
+    def _note(self, name: bytes, flaw: Flaw, moved: bool) -> None:
+        refusal = Refusal.of(RefusalKind.TIER_OBJECT, flaw.field, flaw.expected, flaw.found)
+        if self.on_refusal is not None:
+            self.on_refusal(OffloadKey(name), refusal, moved)
+
+
+def fs_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Metrics of a `kvsafe-fs` tier, by name."""
+    counter, gauge = OffloadingCounterMetadata, OffloadingGaugeMetadata
+    return {
+        OPERATIONS: counter(
+            "Loads and stores of the kvsafe-fs tier, and what came of them.",
+            labelnames=("tier", "outcome"),
+        ),
+        EVICTED: counter("Files evicted from the kvsafe-fs tier.", labelnames=("tier", "kind")),
+        CHARGED: gauge("Bytes charged to the store, all writers.", labelnames=("tier",)),
+        CAPACITY: gauge("Capacity of the store in bytes.", labelnames=("tier",)),
+        STUCK: gauge("Threads that are stuck in a call.", labelnames=("tier",)),
+    }
+
+
+class FsTally:
+    """Turns the store's running totals into what vLLM collects."""
+
+    def __init__(self, store: ChunkStore, tier: str) -> None:
+        self._store = store
+        self._tier = tier
+        self._told: Counter[tuple[str, str]] = Counter()
+
+    def stats(self, stuck_threads: int) -> OffloadingConnectorStats:
+        """Counts since the last call, and the present gauges."""
+        stats = OffloadingConnectorStats()
+        store, tier = self._store, self._tier
+        for name, counts in ((OPERATIONS, store.counts), (EVICTED, store.room.evicted)):
+            for label, total in list(counts.items()):
+                amount = total - self._told[name, label]
+                if amount:
+                    stats.increase_counter(name, amount, (tier, label))
+                    self._told[name, label] = total
+        stats.set_gauge(CHARGED, store.charged, (tier,))
+        stats.set_gauge(CAPACITY, store.setting.capacity_bytes, (tier,))
+        stats.set_gauge(STUCK, stuck_threads, (tier,))
+        return stats
