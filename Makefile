@@ -17,7 +17,7 @@ export DO_NOT_TRACK := 1
 export PYTHON TORCH_INDEX_URL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint type unit engine demo bench spec clean
+.PHONY: help setup test lint type unit engine demo bench model spin spec clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | sort | while read -r name text; do \
@@ -51,6 +51,13 @@ demo: setup ## the whole story on a real vLLM engine
 bench: setup ## measure on this machine: seal, worker, scheduler side, time to first token
 	@for name in seal_open worker_copy scheduler_side ttft; do \
 		echo "== $$name"; $(PY) -m benchmarks.$$name || exit 1; done
+
+model: setup ## walk the lifecycle model's default worlds, then its seeded faults
+	@$(PY) -m kvsafe.cli.main model check
+	@$(PY) -m kvsafe.cli.main model mutants
+
+spin: ## the core of the lifecycle in a second notation (needs spin and a C compiler)
+	@sh spec/models/run
 
 spec: setup ## write the generated parts of spec/
 	@$(PY) -m kvsafe.seal.tables

@@ -2,7 +2,7 @@
 """Every system call of the disk store, one method each, all through one door.
 
 `Os.call` is the seam: a test puts a subclass in its place and fails, shortens, delays or
-stalls any call by name and number. Nothing else in this folder touches the file system.
+stalls any call by name and number. Nothing else in this folder touches the store.
 """
 
 import ctypes
@@ -48,8 +48,8 @@ class Os:
         return self.call("open_root", os.open, path, os.O_RDONLY | os.O_DIRECTORY | OPEN_FLAGS)
 
     def make_root(self, path: str) -> None:
-        """Make the root folder (0700) where there is none; its parents must exist."""
-        self.call("make_root", os.mkdir, path, 0o700)
+        """Make the root folder (0700), and its parents as the umask has it."""
+        self.call("make_root", _make_root, path)
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
@@ -119,6 +119,11 @@ class Os:
     def flock(self, fd: int, how: int) -> None:
         """Lock or unlock; always with LOCK_NB, so that no thread waits in the kernel."""
         self.call("flock", fcntl.flock, fd, how | fcntl.LOCK_NB)
+
+
+def _make_root(path: str) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    os.mkdir(path, 0o700)
 
 
 def rename_new(source: int, name: str, target: int, new_name: str) -> None:

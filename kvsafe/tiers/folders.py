@@ -75,7 +75,6 @@ class Folders:
             try:
                 fd = self.calls.open_root(root)
             except FileNotFoundError:
-                os.makedirs(os.path.dirname(root), exist_ok=True)
                 with contextlib.suppress(FileExistsError):  # another process was faster
                     self.calls.make_root(root)
                 fd = self.calls.open_root(root)

@@ -21,6 +21,7 @@ from kvsafe.tiers.outcome import Answer, FileId, Flaw, Outcome, Verdict, outcome
 from kvsafe.tiers.quarantine import Quarantine
 from kvsafe.tiers.room import Room
 from kvsafe.tiers.setting import StoreSetting
+from kvsafe.tiers.storing import Storing
 
 Judge = Callable[[memoryview], Verdict | None]
 OnFlaw = Callable[[bytes, Flaw, bool], None]
@@ -58,10 +59,11 @@ class ChunkStore:
         self.room = Room(calls, folders, ledger, self.lease, limits, self.keeper.recount)
         self.keeper.room = self.room
         self._ledger = ledger
-        self._writer = Writer(calls, folders, setting.sync, self.direct)
+        writer = Writer(calls, folders, setting.sync, self.direct)
         self._reader = Reader(calls, folders, self.direct)
         self._charge = whole_pages(setting.row_bytes)
         self.counts: Counter[str] = Counter()
+        self._storing = Storing(folders, self.lease, self.room, writer, self.counts)
         self._quarantine = Quarantine(folders, self.room, setting.quarantine, self.counts)
         self.on_flaw: OnFlaw | None = None
 
@@ -94,7 +96,7 @@ class ChunkStore:
                 return Outcome(Answer.NO_ROOM, "capacity or reserve")
         except OSError as exc:
             return outcome_of(exc)
-        return self._counted(self._write(bucket, file, row, wanted))
+        return self._counted(self._storing.store(bucket, file, row, wanted))
 
     def _stands(self, name: bytes, bucket: str, file: str) -> bool:
         """Whether a file that can be this chunk is there; one that cannot is moved away."""
@@ -111,61 +113,6 @@ class ChunkStore:
     def _stat(self, bucket: str, file: str) -> os.stat_result:
         with self.folders.bucket(bucket) as folder:
             return self.calls.stat(folder, file)
-
-    def _write(
-        self, bucket: str, file: str, row: memoryview, wanted: Callable[[], bool]
-    ) -> Outcome:
-        """Write and publish with room that was taken."""
-        try:
-            with self.folders.bucket(bucket, make=True) as folder:
-                outcome = self._write_in(folder, file, row, wanted)
-        except OSError as exc:
-            # The bucket could not be opened: nothing was written.
-            self.room.give_back(self._charge)
-            return outcome_of(exc)
-        if outcome.answer is Answer.DONE:
-            self.room.offer_one(bucket, file)
-        elif outcome.answer is Answer.MISSING:
-            self.folders.forget_bucket(bucket)  # removed behind our back; the next one is new
-        return outcome
-
-    def _write_in(
-        self, folder: int, file: str, row: memoryview, wanted: Callable[[], bool]
-    ) -> Outcome:
-        temporary = self.lease.temporary()
-        written = False
-        try:
-            self._writer.write(folder, temporary, row)
-            written = True
-            if not wanted():
-                return self._undo(folder, temporary, Outcome(Answer.LATE), written)
-            self._writer.publish(folder, temporary, file)
-        except FileExistsError:
-            return self._undo(folder, temporary, Outcome(Answer.PRESENT), written)
-        except OSError as exc:
-            return self._undo(folder, temporary, outcome_of(exc), written)
-        self.room.spent(self._charge)
-        try:
-            self._writer.settle(folder)
-        except OSError as exc:
-            # It is there and whole, but may not survive a power loss.
-            return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
-        return Outcome(Answer.DONE)
-
-    def _undo(self, folder: int, temporary: str, outcome: Outcome, written: bool) -> Outcome:
-        try:
-            self.calls.unlink(folder, temporary)
-        except FileNotFoundError:
-            if written:
-                # A rename that reported an error and happened all the same.
-                self.room.spent(self._charge)
-                return outcome
-        except OSError:
-            # Its bytes stay reserved; whoever sweeps after our end removes it.
-            self.counts["leftover"] += 1
-            return outcome
-        self.room.give_back(self._charge)
-        return outcome
 
     def get(self, name: bytes, into: memoryview, judge: Judge | None = None) -> Outcome:
         """Read a whole row into `into` (exactly `row_bytes`), and let `judge` open it there.

@@ -357,7 +357,7 @@ def _parsed(**tier: Any) -> Any:
         "cpu_bytes_to_use": 1 << 20,
         "secondary_tiers": [{"type": "kvsafe-fs", "root_dir": "/srv/kv", **tier}],
     }
-    return parse_config(extra, environ={})
+    return parse_config(extra, environ={"HOME": "/srv/home"})
 
 
 def test_the_option_table() -> None:

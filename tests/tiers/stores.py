@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import random
 from collections.abc import Iterator
@@ -81,23 +80,17 @@ def temporaries(root: Path) -> list[Path]:
     return [path for path in (root / "objects").rglob(".*") if path.is_file()]
 
 
-def used_at_a_moment(root: Path) -> int:
-    """`used` while other processes write and evict.
-
-    A walk sees files one after another: one that is evicted and its successor may both be
-    seen. While the ledger is locked nothing is uncharged, so all that is seen was charged.
-    """
-    with (root / "ledger").open("rb") as ledger:
-        fcntl.flock(ledger, fcntl.LOCK_EX)
-        return used(root)
-
-
 def used(root: Path) -> int:
     """Bytes in files below the root, the ledger and the leases left out."""
-    total = 0
+    return sum(_sizes(root).values())
+
+
+def _sizes(root: Path) -> dict[int, int]:
+    found = {}
     for part in ("objects", "kvsafe-quarantine"):
         for folder, _, files in os.walk(root / part):
             for file in files:
                 with contextlib.suppress(FileNotFoundError):
-                    total += os.lstat(os.path.join(folder, file)).st_size
-    return total
+                    info = os.lstat(os.path.join(folder, file))
+                    found[info.st_ino] = info.st_size
+    return found
