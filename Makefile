@@ -49,7 +49,7 @@ demo: setup ## the whole story on a real vLLM engine
 	@$(PY) -m kvsafe.cli.main demo
 
 bench: setup ## measure on this machine: seal, worker, scheduler side, time to first token
-	@for name in seal_open worker_copy scheduler_side ttft; do \
+	@for name in seal_open worker_copy scheduler_side fs_tier ttft; do \
 		echo "== $$name"; $(PY) -m benchmarks.$$name || exit 1; done
 
 model: setup ## walk the lifecycle model's default worlds, then its seeded faults

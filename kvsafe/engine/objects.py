@@ -135,7 +135,13 @@ class CheckedFsLookup(AsyncLookupManager):
 
 
 def adopt_objects(tier: SecondaryTierManager, root: str, policy: str) -> ObjectStore | None:
-    """Put kvsafe's look at objects into a tier that is known; None for any other tier."""
+    """Put kvsafe's look at objects into a tier that is known; None for any other tier.
+
+    A tier of ours brings its own in the attribute `objects`.
+    """
+    own: ObjectStore | None = getattr(tier, "objects", None)
+    if own is not None:
+        return own
     if not isinstance(tier, FileSystemTierManager):
         return None
     objects = FsObjects(tier, Path(root), policy)
