@@ -136,11 +136,12 @@ class AdapterLedger:
         """
         folder = _local_folder(lora_path)
         if folder is None:
-            return AdapterUnknown("the adapter's path is not a local folder")
+            self._doubt(lora_int_id, "its folder could not be reached")
+            return AdapterUnknown("the adapter's path is not a local folder that can be reached")
         try:
             stamps = _stamps_of(lora_path, folder)
             load = self._load_for(lora_name, lora_int_id, lora_path, load_inplace, stamps)
-        except (WeightsError, OSError) as exc:
+        except (WeightsError, OSError, RuntimeError, ValueError) as exc:
             self._doubt(lora_int_id, "its files could not be read")
             return AdapterUnknown(f"the adapter's files cannot be read: {exc}")
         if isinstance(load, AdapterUnknown):
@@ -160,7 +161,7 @@ class AdapterLedger:
         folder = _local_folder(load.path)
         try:
             return folder is not None and _stamps_of(load.path, folder) == load.stamps
-        except (WeightsError, OSError):
+        except (WeightsError, OSError, RuntimeError, ValueError):
             return False
 
     def prefix_cache_reset(self) -> None:
@@ -244,8 +245,12 @@ def bind_adapter(block_hash: bytes, adapter_digest: bytes) -> bytes:
 
 def _local_folder(path: str) -> Path | None:
     """The folder that vLLM would load from, when it is on this machine."""
-    folder = Path(path).expanduser()
-    return folder if folder.is_dir() else None
+    try:
+        folder = Path(path).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):
+        # A share that is away, a loop of links, no such user: not to be had, whatever it is.
+        return None
 
 
 def _stamps_of(path: str, folder: Path) -> _Stamps:

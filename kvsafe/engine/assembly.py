@@ -2,6 +2,7 @@
 """From vLLM's effective configuration to the parts of one process: built once, at start."""
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +44,12 @@ from kvsafe.engine.journal import logger
 from kvsafe.engine.registry import foreign_names, remember_identity
 from kvsafe.engine.spec import Assembly, KVSafeSpec
 from kvsafe.engine.station import Launch, Station
-from kvsafe.engine.weights import code_digest, resolve_model_folder, weights_digest
+from kvsafe.engine.weights import (
+    code_digest,
+    newest_change_ns,
+    resolve_model_folder,
+    weights_digest,
+)
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.identity import Identity
 from kvsafe.seal.keyfile import from_environment, load_or_create
@@ -52,6 +58,13 @@ from kvsafe.seal.layout import FORMAT_VERSION
 from kvsafe.seal.suites import Suite
 
 UNKNOWN_WEIGHTS = "unknown:" + "0" * 64
+
+
+# Formats that load what lies in the model's folder; for any other the weights are unknown.
+_FILE_FORMATS = frozenset(
+    {"auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "gguf", "mistral"}
+    | {"bitsandbytes"}
+)
 
 
 class AssemblyError(RuntimeError):
@@ -117,7 +130,7 @@ def epoch_file(config: KVSafeConfig, keyring: Keyring) -> EpochFile:
     suite = Suite.named(config.suite)
     secret = keyring.state_secret
     path = Path(config.state_dir) / f"epoch-{config.namespace}.json"
-    return EpochFile(path, lambda message: suite.tag(secret, message))
+    return EpochFile(path, lambda message: suite.tag(secret, message), first=int(time.time()))
 
 
 def engine_facts(
@@ -222,14 +235,16 @@ def _weights(vllm_config: Any, config: KVSafeConfig, folder: Path | None) -> str
     if config.weights_digest != "auto":
         return config.weights_digest
     digest = None
-    if folder is not None:
+    load_format = str(vllm_config.load_config.load_format)
+    if folder is not None and load_format in _FILE_FORMATS:
         digest = weights_digest(
             folder,
             cache=Path(config.state_dir) / "weights.json",
             threads=config.verify_threads,
             progress=_ProgressLog(),
-            load_format=str(vllm_config.load_config.load_format),
+            load_format=load_format,
         )
+        _check_unchanged(vllm_config, folder, load_format)
     if digest is not None:
         return digest
     if config.allow_unknown_weights:
@@ -239,6 +254,21 @@ def _weights(vllm_config: Any, config: KVSafeConfig, folder: Path | None) -> str
         "chunks of other weights could not be told apart: set weights_digest to a value that "
         "changes with the weights, or set allow_unknown_weights"
     )
+
+
+def _check_unchanged(vllm_config: Any, folder: Path, load_format: str) -> None:
+    """Refuse when files changed after this engine was configured, and so perhaps after its load.
+
+    What was read here must be what the engine has loaded. A snapshot in the Hugging Face cache
+    is left out: its files are named by their content, and may be downloaded during the start.
+    """
+    if "snapshots" in folder.parts or not vllm_config.instance_id.isdigit():
+        return
+    if newest_change_ns(folder, load_format) >= int(vllm_config.instance_id):
+        raise AssemblyError(
+            f"weight files in {folder} changed after this engine was configured, so it may have "
+            "loaded other weights than those that are there now: start it again"
+        )
 
 
 def _remote_code(model: Any, folder: Path | None, config: KVSafeConfig) -> str | None:

@@ -275,7 +275,7 @@ class KVSafeManager(TieringOffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """vLLM's statistics and ours."""
-        stats = self.counters.drain(self._epochs.epoch)
+        stats = self.counters.drain(self._epochs.persistent)
         theirs = super().get_stats()
         if theirs is not None:
             stats.aggregate(theirs)

@@ -9,6 +9,7 @@ The header still says everything; a name is only where to look.
 
 from dataclasses import dataclass
 
+from kvsafe.engine.epochs import PRIVATE_EPOCH
 from kvsafe.seal.keyring import Keyring
 from kvsafe.seal.refusal import Refusal
 from kvsafe.seal.suites import Suite
@@ -55,7 +56,14 @@ class ObjectNames:
         self._secret = keyring.name_secret
         self._identity_digest = identity_digest
         self._cache: dict[bytes, bytes] = {}
+        self._base = identity_digest
         self.foreign = foreign
+
+    def follow(self, epoch: int) -> None:
+        """In a private epoch, names are this launch's alone as well: nobody else's are met."""
+        private = epoch.to_bytes(8, "little") if epoch & PRIVATE_EPOCH else b""
+        self._identity_digest = self._base + private
+        self._cache.clear()
 
     def name(self, key: bytes) -> bytes:
         """The object name of an offload key."""

@@ -8,6 +8,7 @@ files of exactly one row; anything else is refused there, before a load can touc
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvsafe.engine.journal import logger
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 QUARANTINE_FOLDER = "kvsafe-quarantine"
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _NOT_THE_OBJECTS_FAULT = (RefusalKind.EPOCH_UNKNOWN, RefusalKind.COPY_FAULT, RefusalKind.FENCE)
 
@@ -100,18 +102,33 @@ class FsObjects:
         return True
 
     def _move_aside(self, path: str, refusal: Refusal) -> None:
-        self._make_aside()
-        target = self._aside / f"{refusal.number}-{Path(path).name}"
-        os.replace(path, target)
+        fd = self._make_aside()
+        try:
+            name = f"{refusal.number}-{Path(path).name}"
+            if _stands(name, fd):
+                # A folder that holds something cannot be replaced: it would block for ever.
+                name = f"{name}.{secrets.token_hex(8)}"
+            os.rename(path, name, dst_dir_fd=fd)
+        finally:
+            os.close(fd)
 
-    def _make_aside(self) -> None:
-        """A folder of our own that nobody else can look into; a link is not taken for it."""
+    def _make_aside(self) -> int:
+        """Open a folder of our own that nobody else can look into; a link is not taken for it.
+
+        The descriptor is what was checked, whatever happens to the path meanwhile.
+        """
         self._aside.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = os.lstat(self._aside)
-        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-            raise NotADirectoryError(errno.ENOTDIR, f"{QUARANTINE_FOLDER} is not our folder")
-        if info.st_mode & 0o077:
-            os.chmod(self._aside, 0o700)
+        fd = os.open(self._aside, _FOLDER_FLAGS)
+        try:
+            info = os.fstat(fd)
+            if info.st_uid != os.geteuid():
+                raise NotADirectoryError(errno.ENOTDIR, f"{QUARANTINE_FOLDER} is not our folder")
+            if stat.S_IMODE(info.st_mode) != 0o700:
+                os.fchmod(fd, 0o700)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
 
     def _refusal(self, info: os.stat_result) -> Refusal | None:
         if not stat.S_ISREG(info.st_mode):
@@ -148,6 +165,15 @@ def adopt_objects(tier: SecondaryTierManager, root: str, policy: str) -> ObjectS
     tier._lookup_manager.shutdown()
     tier._lookup_manager = CheckedFsLookup(objects, tier.tier_type)
     return objects
+
+
+def _stands(name: str, folder: int) -> bool:
+    """Whether anything of this name, a link to nothing too, is in the open folder."""
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _remove(path: str) -> None:

@@ -70,6 +70,7 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         self._epochs = epochs
         self._withdrawn: set[OffloadKey] = set()
         self._pending_since: dict[OffloadKey, float] = {}
+        self._held_back: set[int] = set()
         self._overdue: set[OffloadKey] = set()
         self._row_epochs = [0] * region.shape.num_rows
 
@@ -159,9 +160,29 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
             self.events.append(OffloadingEvent(keys=removed, medium=self.medium, removed=True))
         return removed
 
+    def hold_back(self, rows: Iterable[int]) -> None:
+        """Give these rows to nobody until they are returned: something may still write there."""
+        self._held_back.update(rows)
+
+    def give_back(self, rows: Iterable[int]) -> None:
+        """Rows that nothing writes into any more may be used again."""
+        for row in rows:
+            if row in self._held_back:
+                self._held_back.discard(row)
+                self._free_list.append(row)
+
+    def _free_chunk(self, chunk: ChunkStatus) -> None:
+        if chunk.chunk_id not in self._held_back:
+            super()._free_chunk(chunk)
+
     def reset_cache(self) -> None:
         """Forget every chunk; rows get new generations when they are allocated again."""
         super().reset_cache()
+        if self._held_back:
+            # vLLM begins again at row 0; with rows held back, the free list says what there is.
+            self._num_allocated_chunks = self._num_chunks
+            rows = range(self._num_chunks - 1, -1, -1)
+            self._free_list.extend(row for row in rows if row not in self._held_back)
         self._withdrawn.clear()
         self._pending_since.clear()
         self._overdue.clear()

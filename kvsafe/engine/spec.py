@@ -35,6 +35,7 @@ from kvsafe.engine.journal import RefusalJournal, logger
 from kvsafe.engine.manager import KVSafeManager
 from kvsafe.engine.names import ForeignNames, ObjectNames
 from kvsafe.engine.objects import adopt_objects
+from kvsafe.engine.patience import RowKeeper
 from kvsafe.engine.primary import SealedPrimaryTier
 from kvsafe.engine.proof import RowProof
 from kvsafe.engine.station import Station
@@ -111,7 +112,15 @@ class KVSafeSpec(TieringOffloadingSpec):
         # Now, not at the first store: a worker on another shared memory must stop the start.
         station.geometry()
         region.forget_name()
-        self.epochs = epochs = EpochKeeper(station.epoch_file, region.announce_epoch)
+        names = self._object_names()
+
+        def announce(epoch: int) -> None:
+            region.announce_epoch(epoch)
+            names.follow(epoch)
+
+        self.epochs = epochs = EpochKeeper(
+            station.epoch_file, announce, weights_survive_reset=config.weights_survive_reset
+        )
         counters = Counters(config.suite, config.active_overrides)
         primary = SealedPrimaryTier(
             region,
@@ -120,7 +129,7 @@ class KVSafeSpec(TieringOffloadingSpec):
             cache_policy_module_path=self.cache_policy_module_path,
             enable_events=self.kv_events_config.enable_kv_cache_events,
         )
-        desk = self._proof_desk(epochs, counters)
+        desk = self._proof_desk(epochs, counters, names, primary)
         tiers = self._build_tiers(primary.get_kv_memoryview(), desk)
         logger.info(
             "kvsafe: %d rows of %d bytes, %d secondary tier(s), suite %s, epoch %d",
@@ -134,24 +143,26 @@ class KVSafeSpec(TieringOffloadingSpec):
             primary, tiers, station, epochs, counters, desk.journal, desk.verdicts, desk.threads
         )
 
-    def _proof_desk(self, epochs: EpochKeeper, counters: Counters) -> ProofDesk:
+    def _object_names(self) -> ObjectNames:
         station = self.station
-        names = ObjectNames(
-            station.suite,
-            station.keyring,
-            station.seal_setting.identity_digest,
-            self._foreign,
+        digest = station.seal_setting.identity_digest
+        return ObjectNames(station.suite, station.keyring, digest, self._foreign)
+
+    def _proof_desk(
+        self, epochs: EpochKeeper, counters: Counters, names: ObjectNames, primary: RowKeeper
+    ) -> ProofDesk:
+        threads = ThreadPoolExecutor(
+            self.station.config.verify_threads, thread_name_prefix="kvsafe-proof"
         )
         return ProofDesk(
-            station=station,
+            station=self.station,
             epochs=epochs,
             counters=counters,
             journal=RefusalJournal(names.name),
             names=names,
             verdicts=Verdicts(active=self._fail_loads),
-            threads=ThreadPoolExecutor(
-                station.config.verify_threads, thread_name_prefix="kvsafe-proof"
-            ),
+            threads=threads,
+            rows=primary,
         )
 
     def _build_tiers(self, rows: memoryview, desk: ProofDesk) -> list[SecondaryTierManager]:

@@ -36,15 +36,16 @@ from vllm.v1.kv_offload.tiering.base import (
 
 from kvsafe.engine.counters import QUARANTINED, Counters
 from kvsafe.engine.epochs import EpochKeeper
-from kvsafe.engine.journal import RefusalJournal
+from kvsafe.engine.journal import RefusalJournal, logger
 from kvsafe.engine.names import ObjectNames
 from kvsafe.engine.objects import ObjectStore
+from kvsafe.engine.patience import JobWatch, RowKeeper, ends_within
 from kvsafe.engine.station import Station
 from kvsafe.engine.verdicts import Verdicts
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 _REFUSED_LIMIT = 65536
-_DRAIN_S = 60.0
+_DRAIN_S = 20.0
 _ASK_LIMIT = 4096
 
 
@@ -69,6 +70,7 @@ class ProofDesk:
     names: ObjectNames
     verdicts: Verdicts
     threads: ThreadPoolExecutor
+    rows: RowKeeper
 
 
 class ProvingTier(SecondaryTierManager):
@@ -86,6 +88,9 @@ class ProvingTier(SecondaryTierManager):
         self.label = f"{index + 1}:{inner.tier_type}"
         self._desk = desk
         self._store = store
+        self._watch = JobWatch(desk.rows)
+        self._dead = False
+        self._failed: list[JobResult] = []
         self._promotions: dict[int, _Promotion] = {}
         self._proofs: queue.SimpleQueue[tuple[int, OffloadKey, Refusal | None]] = (
             queue.SimpleQueue()
@@ -112,7 +117,7 @@ class ProvingTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """The inner tier's answer for the object name; a refused chunk is a miss."""
         name = self._desk.names.name(key)
-        if name in self._refused:
+        if name in self._refused or self._dead:
             return LookupResult.MISS
         result = self.inner.lookup(name, req_context)
         if result is LookupResult.MISS and self._store is not None:
@@ -128,6 +133,10 @@ class ProvingTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Cascade sealed rows under their object names."""
+        if self._dead:
+            self._failed.append(JobResult(job_metadata.job_id, success=False))
+            return
+        self._watch.begin(job_metadata.job_id, self._desk.station.config.store_deadline_s)
         names = [self._desk.names.name(key) for key in job_metadata.keys]
         for name in names:
             self._refused.pop(name, None)
@@ -139,19 +148,21 @@ class ProvingTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Ask the inner tier for rows; they stay unready until they are proven."""
+        if self._dead:
+            self._failed.append(JobResult(job_metadata.job_id, success=False))
+            return
         rows = dict(zip(job_metadata.keys, map(int, job_metadata.chunk_ids), strict=True))
+        limit = self._desk.station.config.load_deadline_s
+        self._watch.begin(job_metadata.job_id, limit, rows.values())
         self._promotions[job_metadata.job_id] = _Promotion(rows)
         names = [self._desk.names.name(key) for key in rows]
         self.inner.submit_load(replace(job_metadata, keys=names))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Cascades as the inner tier reports them; promotions once every row was judged."""
-        done = []
-        for result in self.inner.get_finished_jobs():
-            if result.job_id in self._promotions:
-                self._begin_proof(result)
-            else:
-                done.append(result)
+        done, self._failed = self._failed, []
+        done += self._reported()
+        self._drop(self._watch.overdue(), done)
         self._collect_proofs()
         for job_id, promotion in list(self._promotions.items()):
             if promotion.result is not None and promotion.waiting == 0:
@@ -165,13 +176,13 @@ class ProvingTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until no transfer and no proof touches a row any more."""
-        self.inner.drain_jobs()
-        for result in self.inner.get_finished_jobs():
-            if result.job_id in self._promotions:
-                self._begin_proof(result)
-            else:
-                # Kept for the manager's own poll, which comes right after.
-                self._promotions[result.job_id] = _Promotion({}, result=result)
+        at_rest = not self._dead and ends_within(self.inner.drain_jobs, _DRAIN_S, "drain")
+        # Kept for the manager's own poll, which comes right after.
+        self._failed += self._reported()
+        if not at_rest:
+            self._drop(self._watch.give_up_all(), self._failed)
+            self._dead = self._watch.owes
+            logger.error("kvsafe: tier %s does not come to rest, not used until then", self.label)
         deadline = time.monotonic() + _DRAIN_S
         for proof in list(self._open_proofs):
             proof.result(timeout=max(0.0, deadline - time.monotonic()))
@@ -211,7 +222,32 @@ class ProvingTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Stop the inner tier; proofs end with their threads."""
-        self.inner.shutdown()
+        if not ends_within(self.inner.shutdown, _DRAIN_S, "shutdown"):
+            logger.error("kvsafe: tier %s does not stop; it is left behind", self.label)
+
+    def _reported(self) -> list[JobResult]:
+        """What the inner tier reports: proofs begin for promotions, the rest is returned."""
+        others = []
+        for result in self.inner.get_finished_jobs():
+            if not self._watch.end(result.job_id):
+                continue
+            if result.job_id in self._promotions:
+                self._begin_proof(result)
+            else:
+                others.append(result)
+        if self._dead and not self._watch.owes:
+            self._dead = False
+            logger.info("kvsafe: tier %s has come to rest and is used again", self.label)
+        return others
+
+    def _drop(self, jobs: list[int], done: list[JobResult]) -> None:
+        """Report jobs as failed that the tier has not reported in time."""
+        for job in jobs:
+            refusal = Refusal.of(RefusalKind.DEADLINE, "tier", "an answer", "none in time")
+            self._desk.counters.refused(refusal, self.label)
+            self._desk.journal.note(refusal, b"", self.label)
+            self._promotions.pop(job, None)
+            done.append(JobResult(job, success=False))
 
     def _begin_proof(self, result: JobResult) -> None:
         promotion = self._promotions[result.job_id]

@@ -145,6 +145,17 @@ def weights_digest(
     return _digest_files("weights", folder, names, cache, threads, progress)
 
 
+def newest_change_ns(folder: Path, load_format: str = "auto") -> int:
+    """The latest moment (wall clock, ns) at which a weight file, or a link to it, has changed."""
+    newest = 0
+    for path in (folder, *(folder / name for name in weight_files(folder, load_format))):
+        if path.is_symlink():
+            newest = max(newest, FileStamp.of(os.lstat(path)).changed_at_ns())
+        if path != folder:
+            newest = max(newest, stamp_of(path).changed_at_ns())
+    return newest
+
+
 def code_digest(folder: Path, *, cache: Path | None = None) -> str:
     """`blake3:` and 64 hex digits over the Python files that trusted remote code may run."""
     names = sorted(name for name in _walk(folder) if name.endswith(".py"))

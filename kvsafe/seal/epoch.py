@@ -57,8 +57,15 @@ _Signature = tuple[int, int, int, int, int]
 class EpochFile:
     """The epoch kept at `path`. Threads may share one; processes share the file."""
 
-    def __init__(self, path: Path, mac: Mac) -> None:
-        """`mac` tags the file; the folder is made (0700) on the first read."""
+    def __init__(self, path: Path, mac: Mac, *, first: int = 0) -> None:
+        """`mac` tags the file; the folder is made (0700) on the first read.
+
+        `first` is the number that a folder begins with. The time in seconds makes a folder that
+        was lost and made anew begin above whatever the lost one had reached.
+        """
+        if not 0 <= first < MAX_EPOCH:
+            raise ValueError(f"an epoch cannot begin at {first}")
+        self._first = first
         self._path = path
         self._mac = mac
         self._guard = threading.Lock()
@@ -125,7 +132,7 @@ class EpochFile:
         elif folder.exists(self._used_name) or self._seen > 0:
             raise EpochError(self._path, "is missing although it was used before", _RESTORE)
         else:
-            epoch = 0
+            epoch = self._first
             folder.replace(self._path.name, self._encode(epoch, "first use"))
         self._mark(folder, locked=True)
         return epoch

@@ -177,9 +177,19 @@ class World:
         **options: Any,
     ) -> None:
         self.folder = folder
+        # Resets that keep names and epochs in line with the file, so that old objects are met.
+        options.setdefault("weights_survive_reset", True)
         self.station = bare_station(folder, slice_bytes=PAYLOAD, rows=rows, **options)
         self.region = self.station.open_region(rows)
-        self.epochs = EpochKeeper(self.station.epoch_file, self.region.announce_epoch)
+        setting = self.station.seal_setting
+        self.names = ObjectNames(
+            self.station.suite, self.station.keyring, setting.identity_digest, foreign
+        )
+        self.epochs = EpochKeeper(
+            self.station.epoch_file,
+            self._announce,
+            weights_survive_reset=self.station.config.weights_survive_reset,
+        )
         self.counters = Counters("blake3-keyed", ())
         self.verdicts = Verdicts(active=fail)
         self.primary = SealedPrimaryTier(
@@ -188,10 +198,6 @@ class World:
             cache_policy=policy,
             cache_policy_module_path=None,
             enable_events=events,
-        )
-        setting = self.station.seal_setting
-        self.names = ObjectNames(
-            self.station.suite, self.station.keyring, setting.identity_digest, foreign
         )
         # What runs proofs; the manager and the desk ask for real threads by type.
         self.threads = cast(Any, threads or ThreadPoolExecutor(2))
@@ -204,6 +210,7 @@ class World:
             self.names,
             self.verdicts,
             self.threads,
+            self.primary,
         )
         self.tiers = [self._tier(index, kind) for index, kind in enumerate(tiers)]
         self.manager = KVSafeManager(
@@ -217,6 +224,10 @@ class World:
             self.threads,
         )
         self.worker = self.station.slice_sealer(0)
+
+    def _announce(self, epoch: int) -> None:
+        self.region.announce_epoch(epoch)
+        self.names.follow(epoch)
 
     def _tier(self, index: int, kind: str) -> ProvingTier:
         rows = self.primary.get_kv_memoryview()
@@ -355,7 +366,8 @@ class World:
         rows = [int(chunk.chunk_id) for chunk in chunks.values()]
         free = list(primary._free_list)
         fresh = range(primary._num_allocated_chunks, primary._num_chunks)
-        assert sorted([*rows, *free, *fresh]) == list(range(primary._num_chunks))
+        held = [row for row in primary._held_back if row not in rows]
+        assert sorted([*rows, *free, *fresh, *held]) == list(range(primary._num_chunks))
         pending = {key for key, chunk in chunks.items() if chunk.ref_cnt == -1}
         assert set(primary._pending_since) == pending
         assert primary._overdue <= pending

@@ -251,3 +251,22 @@ def test_bound_hashes() -> None:
     for block, digest in ((b"short", one), (bytes(32), b"short"), (bytes(65), one)):
         with pytest.raises(ValueError, match="block hash"):
             bind_adapter(block, digest)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_unknown_and_harms_nobody(tmp_path: Path) -> None:
+    """A share that is away answers with other errors than "not there"; `~nobody` with another."""
+    too_long = "x" * 5000
+    link = tmp_path / "link"
+    link.symlink_to(too_long[:4000])
+    for path in (str(link), too_long, "~no-such-user-here/adapter", "nul\0byte"):
+        assert "local folder" in unknown(ledger().digest_for("a", 1, path, False))
+
+
+def test_an_adapter_whose_folder_goes_away_is_not_current(tmp_path: Path) -> None:
+    made = ledger()
+    folder = make(tmp_path / "adapter", b"one")
+    answer = made.digest_for("a", 1, str(folder), True)
+    assert isinstance(answer, AdapterDigest) and made.is_current(answer)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to("x" * 4000)
+    assert not made.is_current(answer)

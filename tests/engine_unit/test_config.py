@@ -94,8 +94,10 @@ GOOD: list[tuple[str, object, object]] = [
     ("copy_threads", 3, 3),
     ("verify_threads", 1, 1),
     ("explain_misses", False, False),
+    ("weights_survive_reset", True, True),
     ("load_deadline_s", 5, 5.0),
-    ("store_deadline_s", 0.5, 0.5),
+    ("load_deadline_s", 0.01, 0.01),
+    ("store_deadline_s", 1, 1.0),
     *[(name, True, True) for name in OVERRIDES],
 ]
 
@@ -164,6 +166,13 @@ BAD: list[tuple[str, object]] = [
     ("load_deadline_s", float("nan")),
     ("load_deadline_s", True),
     ("load_deadline_s", 10**400),
+    ("load_deadline_s", 0.009),
+    ("load_deadline_s", 5e-324),
+    ("load_deadline_s", 3600.1),
+    ("store_deadline_s", 0),
+    ("store_deadline_s", 0.999),
+    ("store_deadline_s", float("nan")),
+    ("store_deadline_s", 3600.1),
 ]
 
 
@@ -270,13 +279,51 @@ def test_chunk_size_is_given_once() -> None:
 
 
 def test_eviction_policy_and_its_module() -> None:
-    config = parsed(eviction_policy="MyPolicy", cache_policy_module_path="my.policies")
+    theirs = {"eviction_policy": "MyPolicy", "cache_policy_module_path": "my.policies"}
+    config = parsed(**theirs, allow_unproven_tier=True)
     assert config.cache_policy_module_path == "my.policies"
     assert keys(refusal(eviction_policy="MyPolicy")) == ["eviction_policy"]
     assert "did you mean lru?" in str(refusal(eviction_policy="lru2"))
     assert keys(refusal(cache_policy_module_path="my.policies")) == ["cache_policy_module_path"]
     bad = refusal(eviction_policy="MyPolicy", cache_policy_module_path="not a module")
     assert "cache_policy_module_path" in keys(bad)
+
+
+def test_an_unproven_eviction_policy_needs_its_override() -> None:
+    theirs = {"eviction_policy": "MyPolicy", "cache_policy_module_path": "my.policies"}
+    error = refusal(**theirs)
+    assert keys(error) == ["eviction_policy"]
+    assert "allow_unproven_tier" in str(error)
+    assert keys(refusal(**theirs, allow_unproven_tier=False)) == ["eviction_policy"]
+    assert parsed(**theirs, allow_unproven_tier=True).active_overrides == ("allow_unproven_tier",)
+    for built_in in ("lru", "arc"):
+        assert parsed(eviction_policy=built_in).eviction_policy == built_in
+
+
+@pytest.mark.parametrize(
+    ("theirs", "key"),
+    [
+        ({"backpressure_cls": "my.pressure.Detector", "n": 1}, "backpressure_cls"),
+        ({**PRESSURE, "policy_cls": "my.pressure.Policy"}, "policy_cls"),
+    ],
+)
+def test_an_unproven_backpressure_class_needs_its_override(
+    theirs: dict[str, object], key: str
+) -> None:
+    ours = {**PRESSURE, "policy_cls": "DropStorePolicy"}
+    for extra, path, good in (
+        ({"backpressure": theirs}, "", {"backpressure": ours}),
+        (
+            {"secondary_tiers": [{**FS, "backpressure": theirs}]},
+            "secondary_tiers[0].",
+            {"secondary_tiers": [{**FS, "backpressure": ours}]},
+        ),
+    ):
+        error = refusal(**extra)
+        assert keys(error) == [f"{path}backpressure.{key}"]
+        assert "allow_unproven_tier" in str(error)
+        assert parsed(**extra, allow_unproven_tier=True)
+        assert parsed(**good).active_overrides == ()
 
 
 def test_fs_tier() -> None:
@@ -328,7 +375,7 @@ def test_backpressure_is_merged_before_it_is_judged() -> None:
     assert parsed(secondary_tiers=tiers, backpressure=PRESSURE).backpressure == PRESSURE
     assert keys(refusal(secondary_tiers=tiers)) == ["secondary_tiers[0].backpressure"]
     theirs = {"backpressure_cls": "my.pressure.Detector", "whatever": [1]}
-    assert parsed(backpressure=theirs).backpressure == theirs
+    assert parsed(backpressure=theirs, allow_unproven_tier=True).backpressure == theirs
 
 
 @pytest.mark.parametrize(
@@ -411,6 +458,96 @@ def test_symlinks_do_not_hide_that_a_key_is_in_a_store(tmp_path: Path) -> None:
     assert keys(refusal(state_dir=str(tmp_path / "link"), secondary_tiers=tiers))
     apart = str(tmp_path / "apart")
     assert parsed(state_dir=apart, secondary_tiers=tiers).state_dir == apart
+
+
+OWN_FS = {"type": "kvsafe-fs", "root_dir": "/srv/kv", "capacity_bytes": 1 << 30}
+
+
+def test_the_home_folder_is_seen_in_every_tier_of_ours() -> None:
+    for tier in (FS, OWN_FS):
+        inside = {**tier, "root_dir": "~/.local/state/kvsafe/store"}
+        assert keys(refusal(secondary_tiers=[inside])) == ["secondary_tiers[0].root_dir"]
+        config = parsed(secondary_tiers=[{**tier, "root_dir": "~/store"}])
+        assert config.secondary_tiers[0].root_dir == "/home/someone/store"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("/srv/kv", "/srv/kv"),
+        ("/srv/kv", "/srv//kv/"),
+        ("/srv/kv", "/srv/kv/inner"),
+        ("/srv/kv/inner/most", "/srv/kv"),
+        ("~/kv", "/home/someone/kv/inner"),
+    ],
+)
+def test_no_tier_writes_into_the_folder_of_another(first: str, second: str) -> None:
+    for one, two in ((FS, FS), (FS, OWN_FS), (OWN_FS, FS), (OWN_FS, OWN_FS)):
+        tiers = [{**one, "root_dir": first}, {**two, "root_dir": second}]
+        assert keys(refusal(secondary_tiers=tiers)) == ["secondary_tiers[1].root_dir"]
+    tiers = [{**FS, "root_dir": "/srv/kv"}, {**OWN_FS, "root_dir": "/srv/kv-inner"}]
+    assert len(parsed(secondary_tiers=tiers).secondary_tiers) == 2
+
+
+def test_symlinks_do_not_hide_that_tiers_share_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    for second in ("link", "link/inner"):
+        tiers = [{**FS, "root_dir": str(tmp_path / name)} for name in ("store", second)]
+        assert keys(refusal(secondary_tiers=tiers)) == ["secondary_tiers[1].root_dir"]
+    tiers = [{**FS, "root_dir": str(tmp_path / name)} for name in ("store", "other")]
+    assert len(parsed(secondary_tiers=tiers).secondary_tiers) == 2
+
+
+STATE_FILES = [
+    "adapters.json",
+    "weights.json",
+    "code.json",
+    "epoch-default.json",
+    "epoch-another.json",
+    "epoch-default.json.used",
+    "epoch-default.json.lock",
+    "epoch-default.json.new",
+    "adapters.json.lock",
+    ".weights.json.0123456789abcdef",
+    "identities",
+    "identities/keys.json",
+    "identities/deeper/keys.json",
+]
+
+
+@pytest.mark.parametrize("name", STATE_FILES)
+def test_the_key_file_is_no_other_file_of_the_state_folder(name: str) -> None:
+    for state_dir in ("/s", "~/s"):
+        error = refusal(state_dir=state_dir, key_file=f"{state_dir}/{name}")
+        assert keys(error) == ["key_file"]
+        assert "leave key_file out" in str(error) and name not in str(error)
+    # The same name elsewhere is nobody's.
+    assert parsed(state_dir="/s", key_file=f"/other/{name}").key_file == f"/other/{name}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["keys.json", "my-adapters.json", "epoch.json", "code.jsonl", "identities.json", "a/code.json"],
+)
+def test_other_names_in_the_state_folder_are_fine_for_a_key(name: str) -> None:
+    assert parsed(state_dir="/s", key_file=f"/s/{name}").key_file == f"/s/{name}"
+
+
+def test_symlinks_do_not_hide_that_the_key_is_a_state_file(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    (tmp_path / "link").symlink_to(state)
+    (tmp_path / "key").symlink_to(state / "code.json")
+    (tmp_path / "far").mkdir()
+    (state / "identities").symlink_to(tmp_path / "far")
+    (state / "adapters.json").symlink_to(tmp_path / "far-away")
+    for name in ("link/code.json", "key", "far/k", "link/identities/k", "state/adapters.json"):
+        error = refusal(state_dir=str(state), key_file=str(tmp_path / name))
+        assert keys(error) == ["key_file"], name
+    for name in ("link/keys.json", "key2", "farther/k"):
+        place = str(tmp_path / name)
+        assert parsed(state_dir=str(state), key_file=place).key_file == place
 
 
 def test_two_tiers_do_not_share_a_folder() -> None:

@@ -8,11 +8,14 @@ counted, and is not offered again until it was stored anew.
 import os
 import socket
 import stat
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobResult
@@ -47,6 +50,11 @@ def hand(tmp_path: Path) -> Iterator[World]:
         world.step()
         world.primary.reset_cache()
         yield world
+
+
+def replace_config(world: World, **changes: Any) -> Any:
+    """The configuration of a world with some values changed."""
+    return msgspec.structs.replace(world.station.config, **changes)
 
 
 def prove(world: World) -> None:
@@ -239,6 +247,88 @@ def test_a_quarantine_folder_that_others_could_enter_is_closed(disk: World) -> N
     assert disk.ask(A) is MISS
     assert stat.S_IMODE(aside.stat().st_mode) == 0o700
     assert len(list(aside.iterdir())) == 1
+
+
+def test_a_full_folder_placed_twice_is_set_aside_twice(disk: World) -> None:
+    aside = disk.folder / "store" / QUARANTINE_FOLDER
+    name = f"{RefusalKind.TIER_OBJECT.value}-{disk.file(A).name}"
+    disk.file(A).unlink()
+    for times in (1, 2, 3):
+        _full_folder(disk.file(A))
+        assert disk.ask(A) is MISS
+        assert not os.path.lexists(disk.file(A))
+        assert disk.counters.totals["kvsafe:quarantined"] == times
+        found = sorted(entry.name for entry in aside.iterdir())
+        assert len(found) == times
+        # Only where something stands already does a name get its suffix.
+        assert found[0] == name and all(other.startswith(f"{name}.") for other in found[1:])
+        assert all((aside / other / "file").read_bytes() == b"kept" for other in found)
+    disk.store(A)
+    disk.forget_rows()
+    assert disk.ask(A) is HIT
+
+
+@pytest.mark.parametrize("name", ["file", "link to nothing", "empty folder"])
+def test_what_stands_in_quarantine_is_not_replaced(disk: World, name: str) -> None:
+    make: dict[str, Callable[[Path], object]] = {
+        "file": lambda path: path.write_bytes(b"first"),
+        "link to nothing": lambda path: path.symlink_to("nothing"),
+        "empty folder": Path.mkdir,
+    }
+    aside = disk.folder / "store" / QUARANTINE_FOLDER
+    aside.mkdir(mode=0o700)
+    first = aside / f"{RefusalKind.PAYLOAD_TAG.value}-{disk.file(A).name}"
+    make[name](first)
+    before = os.lstat(first)
+    _flip(5000)(disk)
+    damaged = disk.file(A).read_bytes()
+    assert disk.ask(A) is MISS
+    assert os.lstat(first).st_ino == before.st_ino
+    (second,) = [entry for entry in aside.iterdir() if entry != first]
+    assert second.name.startswith(f"{first.name}.") and second.read_bytes() == damaged
+    assert disk.counters.totals["kvsafe:quarantined"] == 1
+
+
+def test_a_quarantine_folder_exchanged_after_its_check_takes_nothing_elsewhere(
+    disk: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside = disk.folder / "store" / QUARANTINE_FOLDER
+    moved, elsewhere = disk.folder / "moved", disk.folder / "elsewhere"
+    aside.mkdir(mode=0o700)
+    elsewhere.mkdir()
+    real = os.rename
+
+    def exchanged(source: Any, target: Any, **more: Any) -> None:
+        real(aside, moved)
+        aside.symlink_to(elsewhere)
+        real(source, target, **more)
+
+    _flip(5000)(disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", exchanged)
+        assert disk.ask(A) is MISS
+    assert aside.is_symlink() and not any(elsewhere.iterdir())
+    assert [entry.name for entry in moved.iterdir()] == [f"1001-{disk.file(A).name}"]
+
+
+def test_a_quarantine_folder_of_somebody_else_takes_nothing(
+    disk: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside = disk.folder / "store" / QUARANTINE_FOLDER
+    ours = os.geteuid()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: ours + 1)
+        _flip(5000)(disk)
+        assert disk.ask(A) is MISS
+    assert disk.file(A).exists() and not any(aside.iterdir())
+    assert disk.counters.totals["kvsafe:quarantined"] == 0
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    # The same folder, once it is ours, takes the next one.
+    os.truncate(disk.file(B), 1)
+    assert disk.ask(B) is MISS
+    assert len(list(aside.iterdir())) == 1
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_revoked_chunk_is_removed_and_not_kept(disk: World) -> None:
@@ -509,6 +599,70 @@ def test_a_region_that_is_gone_refuses_every_proof(hand: World) -> None:
     hand.step()
     assert hand.refusals() == {str(RefusalKind.FENCE.value): 1}
     assert hand.lookup(A, context) is MISS
+
+
+def test_a_load_that_never_ends_is_given_up_and_its_row_kept_apart(hand: World) -> None:
+    hand.station.config = replace_config(hand, load_deadline_s=0.05)
+    context = hand.request()
+    assert hand.lookup(A, context) is PENDING
+    hand.step()
+    row = hand.primary.row_of(A)
+    assert row is not None
+    time.sleep(0.1)
+    hand.step()
+    hand.step()
+    assert hand.refusals() == {str(RefusalKind.DEADLINE.value): 1}
+    assert hand.chunks() == {} and not hand.manager._jobs
+    hand.recount()
+    for number in range(30, 40):
+        hand.store(key_of(number))
+        assert row not in {int(chunk.chunk_id) for chunk in hand.chunks().values()}
+        hand.hand.complete_store()
+        hand.step()
+    # The tier reports after all: the row is free again, and nothing has become ready of it.
+    hand.hand.complete_load()
+    hand.step()
+    assert hand.lookup(A, hand.request()) is not HIT
+    assert not hand.primary._held_back
+
+
+def test_a_tier_that_does_not_come_to_rest_holds_up_no_reset(
+    hand: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsafe.engine.tier._DRAIN_S", 0.1)
+    stuck = threading.Event()
+    monkeypatch.setattr(hand.hand, "drain_jobs", lambda: stuck.wait(20) and None)
+    context = hand.request()
+    hand.lookup(A, context)
+    hand.step()
+    row = hand.primary.row_of(A)
+    assert hand.epochs.raise_epoch("reset")
+    hand.manager.reset_cache()
+    assert hand.chunks() == {} and hand.primary._held_back == {row}
+    # Not used while it is like that: no hit, a store that fails at once, no row of its load.
+    assert hand.lookup(B) is MISS and hand.hand.stores == []
+    for number in range(30, 40):
+        hand.store(key_of(number))
+        hand.step()
+        assert row not in {int(chunk.chunk_id) for chunk in hand.chunks().values()}
+    hand.recount()
+    hand.manager.reset_cache()
+    # It has come to rest: used again, and the row is back.
+    stuck.set()
+    hand.hand.complete_load()
+    hand.step()
+    assert not hand.primary._held_back and hand.lookup(B) is PENDING
+    hand.recount()
+
+
+def test_a_tier_that_does_not_stop_is_left_behind(
+    hand: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsafe.engine.tier._DRAIN_S", 0.1)
+    monkeypatch.setattr(hand.hand, "shutdown", lambda: time.sleep(30), raising=False)
+    started = time.monotonic()
+    hand.tier.shutdown()
+    assert time.monotonic() - started < 10
 
 
 def test_a_reset_waits_for_transfers_and_proofs(hand: World) -> None:

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvsafe.engine.weights import (
     WeightsError,
     code_digest,
     hash_file,
+    newest_change_ns,
     read_cache,
     resolve_model_folder,
     weights_digest,
@@ -331,3 +333,22 @@ def test_code_digest_is_of_the_python_files(model: Path) -> None:
     assert code_digest(model) == before
     (model / "modeling.py").write_text("a = 2")
     assert code_digest(model) != before
+
+
+def test_the_newest_change_is_that_of_a_weight_file_or_of_a_link(tmp_path: Path) -> None:
+    real = tmp_path / "v1"
+    real.mkdir()
+    (real / "model.safetensors").write_bytes(b"one")
+    (real / "notes.txt").write_bytes(b"not a weight")
+    before = newest_change_ns(real)
+    assert before <= time.time_ns()
+    (real / "notes.txt").write_bytes(b"changed")
+    assert newest_change_ns(real) == before
+    time.sleep(0.02)
+    (real / "model.safetensors").write_bytes(b"two")
+    after = newest_change_ns(real)
+    assert after > before
+    time.sleep(0.02)
+    link = tmp_path / "current"
+    link.symlink_to(real)
+    assert newest_change_ns(link) > after

@@ -11,14 +11,15 @@ from kvsafe.engine.config.problems import refuse
 from kvsafe.engine.config.table import Option
 from kvsafe.engine.config.tiers import TierConfig, check_backpressure, check_module, check_tiers
 from kvsafe.engine.config.values import (
+    MAX_DEADLINE_S,
     MAX_THREADS,
     check_bool,
     check_key_file,
     check_path,
-    check_seconds,
     check_size,
     int_between,
     matching,
+    number_between,
     one_of,
 )
 from kvsafe.seal.keyring import SuiteName
@@ -135,7 +136,8 @@ class KVSafeConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Option(
             "path",
-            "Key file (0600, outside every store), made on first use. Not with `key_env`.",
+            "Key file (0600, outside every store, none of kvsafe's other files in `state_dir`), "
+            "made on first use. Not with `key_env`.",
             check_key_file,
             default="`keys.json` in `state_dir`",
         ),
@@ -214,6 +216,16 @@ class KVSafeConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="half the CPUs, 1 to 4",
         ),
     ] = msgspec.field(default_factory=small_thread_count)
+    weights_survive_reset: Annotated[
+        bool,
+        Option(
+            "boolean",
+            "A reset only empties the cache: the weights in memory are still those of the files. "
+            "Unless this is set, what is sealed after a reset is served by this launch only, since "
+            "the reset may have come with new weights.",
+            check_bool,
+        ),
+    ] = False
     explain_misses: Annotated[
         bool,
         Option(
@@ -228,16 +240,16 @@ class KVSafeConfig(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "seconds",
             "A write into a row (store or promotion) that is pending longer is a miss for whoever "
-            "waits.",
-            check_seconds,
+            "waits. At least 0.01.",
+            number_between(0.01, MAX_DEADLINE_S),
         ),
     ] = 30.0
     store_deadline_s: Annotated[
         float,
         Option(
             "seconds",
-            "Longest wait for transfers that must end before their blocks are reused.",
-            check_seconds,
+            "Longest wait for transfers that must end before their blocks are reused. At least 1.",
+            number_between(1, MAX_DEADLINE_S),
         ),
     ] = 60.0
 
@@ -259,7 +271,8 @@ class KVSafeConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, _override("Start with speculative decoding on.")
     ] = False
     allow_unproven_tier: Annotated[
-        bool, _override("Use a secondary tier that the conformance suite does not cover.")
+        bool,
+        _override("Use a tier, an eviction policy or a back-pressure class that is not proven."),
     ] = False
     allow_weak_block_hash: Annotated[
         bool, _override("Start with block hashes that collide or do not survive a restart.")

@@ -12,6 +12,7 @@ from kvsafe.engine.config.options import OPTIONS, KVSafeConfig
 from kvsafe.engine.config.problems import ConfigError, Problem, Refused, describe, under
 from kvsafe.engine.config.rules import CROSS_RULES, Values
 from kvsafe.engine.config.table import read_table
+from kvsafe.engine.config.tiers import PROVEN_TIER_TYPES
 from kvsafe.engine.config.values import check_path
 
 _WHOLE: Final = "kv_connector_extra_config"
@@ -48,7 +49,7 @@ def _place_files(
             _expand(values, name, name, home, problems)
     tiers = values.get("secondary_tiers", ())
     for place, tier in enumerate(tiers if isinstance(tiers, tuple) else ()):
-        if tier.type == "fs":
+        if tier.type in PROVEN_TIER_TYPES:
             _expand(tier.options, "root_dir", f"secondary_tiers[{place}].root_dir", home, problems)
     state_dir = values.get("state_dir")
     keyed = values.get("suite", "blake3-keyed") != "blake3"

@@ -2,6 +2,7 @@
 """Rules about several options together: what each of them allows, but not in this company."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -9,6 +10,12 @@ from kvsafe.engine.config.problems import Problem, describe, nearest
 from kvsafe.engine.config.tiers import EMA, PROVEN_TIER_TYPES, TierConfig
 
 Values = dict[str, object]
+
+_BUILT_IN_POLICIES: Final = ("lru", "arc")
+_LET_THROUGH: Final = "set allow_unproven_tier to true to use it all the same"
+_STATE_FILE: Final = re.compile(r"\.?((adapters|weights|code)|epoch-.*)\.json(\..*)?", re.DOTALL)
+"""What kvsafe writes into `state_dir`, and the .lock, .used, .new and temporary names beside it."""
+_IDENTITIES: Final = "identities"
 
 
 def _chunk_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
@@ -20,12 +27,12 @@ def _chunk_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
 def _policy_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
     policy = values.get("eviction_policy", "lru")
     module = values.get("cache_policy_module_path")
-    if policy in ("lru", "arc") and module is not None:
+    if policy in _BUILT_IN_POLICIES and module is not None:
         found = f"a module although eviction_policy is {policy}, which is built in"
         return [Problem("cache_policy_module_path", found, "nothing, or name its class")]
-    if policy not in ("lru", "arc") and module is None:
+    if policy not in _BUILT_IN_POLICIES and module is None:
         allowed = "lru, arc, or a class name together with cache_policy_module_path"
-        near = nearest(str(policy), ("lru", "arc"))
+        near = nearest(str(policy), _BUILT_IN_POLICIES)
         return [Problem("eviction_policy", describe(policy), allowed, near)]
     return []
 
@@ -46,18 +53,54 @@ def _key_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
 
 
 def _tier_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
-    """Unproven tiers need their override, and no two tiers write the same folder."""
+    """Unproven tiers need their override."""
+    if _unproven_allowed(values):
+        return []
+    proven = ", ".join(PROVEN_TIER_TYPES)
+    return [
+        Problem(f"{path}.type", f"{tier.type}, not proven", proven, _LET_THROUGH)
+        for path, tier in _tiers(values)
+        if not tier.proven
+    ]
+
+
+def _class_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
+    """Code of somebody else that decides about rows or stores needs the same override."""
+    if _unproven_allowed(values):
+        return []
     problems: list[Problem] = []
-    roots: dict[str, str] = {}
+    policy = values.get("eviction_policy", "lru")
+    if policy not in _BUILT_IN_POLICIES and "cache_policy_module_path" in values:
+        found = "a class that is not built in, not proven"
+        allowed = ", ".join(_BUILT_IN_POLICIES)
+        problems.append(Problem("eviction_policy", found, allowed, _LET_THROUGH))
+    places = [("backpressure", values.get("backpressure"))]
+    places += [
+        (f"{path}.backpressure", t.options.get("backpressure")) for path, t in _tiers(values)
+    ]
+    for place, options in places:
+        for key in ("backpressure_cls", "policy_cls"):
+            name = options.get(key) if isinstance(options, dict) else None
+            # Only a built-in class has a name without a module.
+            if isinstance(name, str) and "." in name:
+                found = "a class that is not built in, not proven"
+                problems.append(Problem(f"{place}.{key}", found, "a class of vLLM", _LET_THROUGH))
+    return problems
+
+
+def _apart_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
+    """No tier writes into the folder of another, nor above or below it."""
+    problems: list[Problem] = []
+    roots: list[tuple[str, str]] = []
     for path, tier in _tiers(values):
-        if not tier.proven and values.get("allow_unproven_tier", False) is not True:
-            hint = "set allow_unproven_tier to true to use it all the same"
-            proven = ", ".join(PROVEN_TIER_TYPES)
-            problems.append(Problem(f"{path}.type", f"{tier.type}, not proven", proven, hint))
-        if tier.root_dir is not None:
-            first = roots.setdefault(_real(tier.root_dir), path)
-            if first != path:
-                problems.append(Problem(f"{path}.root_dir", f"the folder of {first}", "its own"))
+        if tier.root_dir is None:
+            continue
+        root = _real(tier.root_dir)
+        near = [p for p, other in roots if _inside(root, other) or _inside(other, root)]
+        if near:
+            found = f"the folder of {near[0]}, or one that holds it or lies inside it"
+            problems.append(Problem(f"{path}.root_dir", found, "a folder apart from it"))
+        roots.append((path, root))
     return problems
 
 
@@ -95,9 +138,38 @@ def _place_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
     return problems
 
 
+def _state_file_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
+    """The key file is none of the files that kvsafe itself replaces in the state folder."""
+    key_file, state_dir = values.get("key_file"), values.get("state_dir")
+    if not isinstance(key_file, str) or not isinstance(state_dir, str):
+        return []
+    folder, name = os.path.split(key_file)
+    # A link is looked at as what it is and as what it leads to.
+    places = (_real(key_file), os.path.join(_real(folder), name))
+    if not any(_is_state_file(place, state_dir) for place in places):
+        return []
+    found = "a file that kvsafe itself writes into state_dir"
+    hint = "leave key_file out: keys.json in state_dir is made on first use"
+    return [Problem("key_file", found, "a file of its own, under another name", hint)]
+
+
 CROSS_RULES: Final = (
-    _chunk_rule, _policy_rule, _key_rule, _tier_rule, _pressure_rule, _place_rule,
+    _chunk_rule, _policy_rule, _key_rule, _tier_rule, _class_rule, _apart_rule, _pressure_rule,
+    _place_rule, _state_file_rule,
 )  # fmt: skip
+
+
+def _unproven_allowed(values: Values) -> bool:
+    return values.get("allow_unproven_tier", False) is True
+
+
+def _is_state_file(path: str, state_dir: str) -> bool:
+    state = _real(state_dir)
+    folder, name = os.path.split(path)
+    identities = os.path.join(state, _IDENTITIES)
+    if _inside(path, identities) or _inside(path, _real(identities)):
+        return True
+    return folder == state and _STATE_FILE.fullmatch(name) is not None
 
 
 def _tiers(values: Values) -> list[tuple[str, TierConfig]]:
