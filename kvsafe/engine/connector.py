@@ -40,6 +40,7 @@ class KVSafeConnector(OffloadingConnector):
         self._spec = parts.spec
         self.connector_scheduler = None
         self.connector_worker = None
+        self._idle_step = False
         _log_overrides(parts)
         if scheduler:
             self.connector_scheduler = KVSafeConnectorScheduler(
@@ -54,11 +55,18 @@ class KVSafeConnector(OffloadingConnector):
         if isinstance(self.connector_scheduler, KVSafeConnectorScheduler):
             self.connector_scheduler.block_pool = kv_cache_manager.block_pool
 
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin this step's transfers, and see whether the step computes anything."""
+        self._idle_step = getattr(forward_context, "attn_metadata", None) is None
+        super().start_load_kv(forward_context, **kwargs)
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that ended; those that failed are in both sets, as vLLM expects."""
         worker = self.connector_worker
         if worker is None:
             return KVConnectorTransferResults()
+        if self._idle_step and worker.worker is not None:
+            worker.worker.rest()
         _, received = self.get_finished(finished_req_ids)
         return KVConnectorTransferResults(
             finished_recving=received, failed_recving=worker.take_failed_requests()

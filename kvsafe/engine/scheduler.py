@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -40,6 +41,8 @@ from kvsafe.engine.transfer import (
 )
 from kvsafe.seal.header import bitmap
 from kvsafe.seal.refusal import Refusal, RefusalKind
+
+_REST_S = 0.0005
 
 
 @dataclass(slots=True)
@@ -165,6 +168,9 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             for job in meta.store_jobs.values():
                 self._placer.place_store(job)
                 self._announce_store(job)
+        if not scheduler_output.total_num_scheduled_tokens and self.manager.has_pending_work():
+            # Nothing to compute in this step: leave the interpreter to proofs and tiers.
+            time.sleep(_REST_S)
         return meta
 
     @contextlib.contextmanager

@@ -28,6 +28,8 @@ from kvsafe.engine.transfer import (
 )
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
+_REST_S = 0.001
+
 
 class KVSafeWorker(OffloadingWorker):
     """Moves chunks between accelerator blocks and sealed rows through the checked copier."""
@@ -64,6 +66,16 @@ class KVSafeWorker(OffloadingWorker):
         results, self._failed_early = self._failed_early, []
         results.extend(self._result(outcome) for outcome in self._copier.poll())
         return results
+
+    def rest(self) -> None:
+        """Give the copier's threads the interpreter for a moment, or until they are done.
+
+        An engine that has nothing to compute polls in a loop; with worker and scheduler in one
+        process that loop and the copier would fight for the interpreter lock, and every small
+        step of a copy would wait for a whole switch interval.
+        """
+        if self._keys:
+            self._copier.wait(set(self._keys), _REST_S)
 
     def take_failures(self) -> list[ChunkFailure]:
         """Chunks that failed since the last call."""
