@@ -99,7 +99,7 @@ def reset_external(state: State) -> bool:
 def wait_epoch(state: State, epoch: int) -> None:
     """Step (small requests) until this engine has heard of an epoch."""
     deadline = time.monotonic() + 30
-    while state.connector._spec.epochs.epoch != epoch:
+    while state.connector._spec.epochs.persistent != epoch:
         state.finish([state.add([5, 6, 7], 1)])
         time.sleep(0.05)
         if time.monotonic() > deadline:
@@ -154,7 +154,7 @@ def describe(state: State) -> dict[str, Any]:
         "header_bytes": state.station.seal_setting.layout.header_bytes,
         "row_bytes": spec.kv_bytes_per_chunk,
         "rows": spec.num_chunks,
-        "epoch": spec.epochs.epoch,
+        "epoch": spec.epochs.persistent,
         "certain": spec.epochs.certain,
         "identity": state.station.identity.digest(state.station.suite).hex(),
     }
