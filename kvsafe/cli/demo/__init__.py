@@ -39,7 +39,7 @@ TAIL_LINES = 30
 NOISE = re.compile(r"Route: |nanobind|^ - (leaked|\.\.\. skipped)|/health HTTP")
 """Lines of a server's log that are many and tell nothing about a failure."""
 INTERRUPTED = 130
-ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TROUBLE = (ServerError, ClientError, StepError, KeyFileError, OSError)
 
 
@@ -151,7 +151,10 @@ def _folder(keep: bool, screen: Screen) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _termination_interrupts() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind like Ctrl-C does, so that the server is stopped."""
+    """Let every ending unwind like Ctrl-C does, so that the server is stopped.
+
+    SIGINT too: a shell starts background jobs with it ignored, and Python then keeps it so.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
