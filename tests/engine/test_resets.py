@@ -34,9 +34,7 @@ def start(nursery: Nursery, place: Place) -> Iterator[Start]:
     def begin() -> Engine:
         engine = nursery.engine()
         running.append(engine)
-        # Resets that only empty the cache, so that the old files are met again by name.
-        settings = place.settings(weights_survive_reset=True)
-        return engine.start(models.qwen3(), kv_transfer_config=settings)
+        return engine.start(models.qwen3(), kv_transfer_config=place.settings())
 
     yield begin
     for engine in running:
@@ -82,14 +80,15 @@ def test_what_is_stored_after_a_reset_serves_this_launch_alone(
 ) -> None:
     """The reset may have come with new weights in memory, which a restart does not have."""
     prompt, engine = fresh(400), nursery.engine()
-    engine.start(models.qwen3(), kv_transfer_config=place.settings())
+    settings = place.settings(weights_survive_reset=None)
+    engine.start(models.qwen3(), kv_transfer_config=settings)
     cold = engine.stored(prompt)
     assert engine.do("reset") is True
     assert engine.stored(prompt).cached == 0
     engine.drop_host()
     assert engine.ask(prompt).cached == WHOLE
     engine.stop()
-    again = nursery.engine().start(models.qwen3(), kv_transfer_config=place.settings())
+    again = nursery.engine().start(models.qwen3(), kv_transfer_config=settings)
     try:
         done = again.stored(prompt)
         assert (done.tokens, done.cached) == (cold.tokens, 0)

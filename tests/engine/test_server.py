@@ -42,7 +42,7 @@ class Server:
             "--host", "127.0.0.1", "--port", self._url.rpartition(":")[2],
             "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048",
             "--enable-prompt-tokens-details",
-            "--kv-transfer-config", json.dumps(place.settings(weights_survive_reset=True)),
+            "--kv-transfer-config", json.dumps(place.settings()),
         ]  # fmt: skip
         with log.open("wb") as out:
             self._process = subprocess.Popen(

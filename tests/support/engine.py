@@ -79,6 +79,8 @@ class Place:
             "cpu_bytes_to_use": "64MiB",
             "state_dir": str(self.state),
             "secondary_tiers": [{"type": "fs", "root_dir": str(self.store)}],
+            # Resets only empty the cache here, so that old files are met again by name.
+            "weights_survive_reset": True,
             **self.extra,
             **extra,
         }
