@@ -78,7 +78,8 @@ def open_as_other_layouts(state: State, prompt: list[int], chunk: int) -> dict[s
     }
 
     def judge(**changes: Any) -> Any:
-        answer = Opener(Expectation(**{**base, **changes})).open(data, key, 0)
+        epoch = state.connector._spec.epochs.epoch
+        answer = Opener(Expectation(**{**base, **changes})).open(data, key, epoch)
         return answer.number if isinstance(answer, Refusal) else "accepted"
 
     def geometry_with(change: Callable[[dict[str, Any]], None]) -> bytes:

@@ -101,7 +101,8 @@ def test_a_read_that_never_returns(nursery: Nursery, tmp_path: Path, fresh: Fres
         meanwhile = engine.ask(other[:-1])
         assert meanwhile.finish == "length"
         [done] = engine.do("finish", names=[name])
-        assert (tuple(done["tokens"]), done["cached"]) == (cold.tokens, 0)
+        # Recomputed, or read again by another thread after the stuck load was given up.
+        assert tuple(done["tokens"]) == cold.tokens and done["cached"] in (0, 384)
         engine.do("release")
         engine.settle()
         engine.do("restore")
