@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
 )
 
-from kvsafe.engine.objects import NoteObject
+from kvsafe.engine.objects import NOT_THE_OBJECTS_FAULT, NoteObject
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.tiers import ChunkStore, Flaw
 
@@ -22,8 +22,6 @@ EVICTED = "kvsafe:fs_evicted"
 CHARGED = "kvsafe:fs_charged_bytes"
 CAPACITY = "kvsafe:fs_capacity_bytes"
 STUCK = "kvsafe:fs_stuck_threads"
-
-_NOT_THE_OBJECTS_FAULT = (RefusalKind.EPOCH_UNKNOWN, RefusalKind.COPY_FAULT, RefusalKind.FENCE)
 
 
 class FsTierObjects:
@@ -40,7 +38,7 @@ class FsTierObjects:
 
     def quarantine(self, name: OffloadKey, refusal: Refusal) -> bool:
         """Take the file that was refused out of the way; one that is newer stays."""
-        if refusal.kind in _NOT_THE_OBJECTS_FAULT:
+        if refusal.kind in NOT_THE_OBJECTS_FAULT:
             return False
         if refusal.kind is RefusalKind.EPOCH_REVOKED:
             # Whole but worthless for ever; keeping it aside proves nothing.

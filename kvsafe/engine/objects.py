@@ -25,7 +25,8 @@ from kvsafe.seal.refusal import Refusal, RefusalKind
 QUARANTINE_FOLDER = "kvsafe-quarantine"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_NOT_THE_OBJECTS_FAULT = (RefusalKind.EPOCH_UNKNOWN, RefusalKind.COPY_FAULT, RefusalKind.FENCE)
+NOT_THE_OBJECTS_FAULT = (RefusalKind.EPOCH_UNKNOWN, RefusalKind.COPY_FAULT, RefusalKind.FENCE)
+"""Refusals that say nothing against the object: it stays where it is."""
 
 NoteObject = Callable[[OffloadKey, Refusal, bool], None]
 
@@ -87,7 +88,7 @@ class FsObjects:
 
     def quarantine(self, name: OffloadKey, refusal: Refusal) -> bool:
         """Move or remove the object, as the operator chose. Failure keeps it where it is."""
-        if self._policy == "keep" or refusal.kind in _NOT_THE_OBJECTS_FAULT:
+        if self._policy == "keep" or refusal.kind in NOT_THE_OBJECTS_FAULT:
             return False
         path = self.path(name)
         try:
