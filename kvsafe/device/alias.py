@@ -42,8 +42,9 @@ def _same_stride(left: StridedBytes, right: StridedBytes) -> tuple[int, int] | N
     high = min((delta + left.page - 1) // left.stride, right.count - 1)
     if low > high:
         return None
-    i = max(0, -low)
-    return i, i + low
+    # The smallest page of left, and with it the smallest of right, as `_any_stride` answers.
+    i = max(0, -high)
+    return i, i + max(low, -i)
 
 
 def _any_stride(left: StridedBytes, right: StridedBytes) -> tuple[int, int] | None:

@@ -26,6 +26,8 @@ _KNOWN_TAGS = (
     36,
     37,
     43,
+    52,
+    54,
     100,
     *range(256, 262),
     1004,
@@ -45,9 +47,13 @@ _TAG_DECODERS: dict[int, Callable[..., object]] = dict.fromkeys(_KNOWN_TAGS, _re
 
 
 def encode(value: object) -> bytes:
-    """Encode `value` canonically. Raises `CborError` for a type outside the subset."""
+    """Encode `value` canonically. Raises `CborError` for what is outside the subset."""
     _check(value, MAX_DEPTH)
-    return cbor2.dumps(value, canonical=True)
+    try:
+        return cbor2.dumps(value, canonical=True)
+    except UnicodeEncodeError:
+        # A path that is no UTF-8 has half a surrogate pair for each byte of that kind.
+        raise CborError("text that is not Unicode") from None
 
 
 def decode(data: bytes | bytearray | memoryview, *, limit: int) -> object:

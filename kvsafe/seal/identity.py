@@ -39,7 +39,7 @@ class IdentityField:
 
     Attributes:
         name: key in the document.
-        kind: text, count, flag, number, digest (32 bytes), list, or map.
+        kind: text, count, flag, digest (32 bytes), list, or map.
         source: where the value is read from in vLLM's effective configuration.
         why: how a difference makes the bytes wrong.
     """
@@ -149,7 +149,6 @@ _KINDS: dict[str, Callable[[object], bool]] = {
     "text": lambda value: isinstance(value, str) and _is_scalar(value),
     "count": lambda value: _is_int(value) and 0 <= value < 2**63,
     "flag": lambda value: isinstance(value, bool),
-    "number": lambda value: (_is_int(value) or isinstance(value, float)) and _is_scalar(value),
     "digest": lambda value: isinstance(value, bytes) and len(value) == 32,
     "list": lambda value: isinstance(value, list | tuple) and _is_tree(value),
     "map": lambda value: isinstance(value, Mapping) and _is_tree(value),

@@ -47,6 +47,18 @@ class RefusalKind(enum.IntEnum):
     SOURCE_HASH = 1105
     TIER_READ = 1201
     TIER_OBJECT = 1202
+    PEER_REPLY = 1301
+    PEER_CODE = 1302
+    PEER_LENGTH = 1303
+    PEER_SHAPE = 1304
+    PEER_FORMAT = 1305
+    PEER_DTYPE = 1306
+    PEER_TORN = 1307
+    PEER_KEY = 1308
+    PEER_ABSENT = 1309
+    PEER_COMPANION = 1310
+    PEER_CONTENT = 1311
+    PEER_LATE = 1312
 
     @property
     def step(self) -> int:
@@ -86,6 +98,18 @@ MEANINGS: dict[RefusalKind, str] = {
     RefusalKind.SOURCE_HASH: "a block to be stored does not hold what its key says",
     RefusalKind.TIER_OBJECT: "what the tier holds cannot be a chunk: wrong kind or wrong length",
     RefusalKind.TIER_READ: "the tier said that it holds the chunk and then could not deliver it",
+    RefusalKind.PEER_REPLY: "the reply of a peer is not one that the protocol has for this request",
+    RefusalKind.PEER_CODE: "the reply of a peer carries a code that the protocol does not have",
+    RefusalKind.PEER_LENGTH: "a peer declares another length than that of the chunk asked for",
+    RefusalKind.PEER_SHAPE: "a peer declares another shape than that of the chunk asked for",
+    RefusalKind.PEER_FORMAT: "a peer declares another memory format than the one asked for",
+    RefusalKind.PEER_DTYPE: "a peer declares another element type than the one asked for",
+    RefusalKind.PEER_TORN: "the connection ended inside a reply or a value",
+    RefusalKind.PEER_KEY: "a peer would take this key material for another key",
+    RefusalKind.PEER_ABSENT: "a peer said that it holds the chunk and then did not have it",
+    RefusalKind.PEER_COMPANION: "the companion entry does not belong to this chunk of this peer",
+    RefusalKind.PEER_CONTENT: "the values of a peer's chunk are none that a model computes",
+    RefusalKind.PEER_LATE: "a reply began and did not end before its deadline",
 }
 
 

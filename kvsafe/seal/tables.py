@@ -25,8 +25,8 @@ compared and the refusal (701) names the fields that differ. The order of this t
 order in which differences are reported. No field has a default: what cannot be known is
 refused at start, never left out.
 
-A kind is text, count (0 to 2^63 - 1), flag, number, digest (32 bytes), list, or map. A map
-leaves out the entries that do not apply to the engine.
+A kind is text, count (0 to 2^63 - 1), flag, digest (32 bytes), list, or map. A map leaves
+out the entries that do not apply to the engine.
 """
 
 _REFUSALS_HEAD = """\

@@ -29,7 +29,6 @@ _SAMPLES: dict[str, tuple[object, object]] = {
     "text": ("left", "right"),
     "count": (7, 8),
     "flag": (True, False),
-    "number": (0.5, 0.25),
     "digest": (bytes(32), b"\x01" + bytes(31)),
     "list": (["a", 1], ["a", 2]),
     "map": ({"a": 1, "b": {"c": 2.5}}, {"a": 1, "b": {"c": 3.5}}),
