@@ -22,10 +22,17 @@ class ThreadBuffers:
         return view
 
 
+SMALL_BYTES = 256 << 10
+"""Up to here handing the interpreter's lock over costs more than the copy."""
+
+
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy equal lengths of writable bytes without holding the interpreter's lock."""
+    """Copy equal lengths of writable bytes; large ones without the interpreter's lock."""
     if len(target) != len(source):
         raise ValueError(f"{len(source)} bytes into {len(target)}")
+    if len(target) <= SMALL_BYTES:
+        target[:] = source
+        return
     into = (ctypes.c_char * len(target)).from_buffer(target)
     out = (ctypes.c_char * len(source)).from_buffer(source)
     ctypes.memmove(into, out, len(target))

@@ -5,6 +5,7 @@
 stalls any call by name and number. Nothing else in this folder touches the store.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -54,6 +55,11 @@ class Os:
     def close(self, fd: int) -> None:
         """Close a descriptor."""
         self.call("close", os.close, fd)
+
+    def release(self, fd: int) -> None:
+        """Close where an error of it changes nothing: what counts is done, or has failed."""
+        with contextlib.suppress(OSError):
+            self.close(fd)
 
     def fstat(self, fd: int) -> os.stat_result:
         """What the descriptor is."""

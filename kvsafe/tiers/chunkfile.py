@@ -25,6 +25,7 @@ class Writer:
         self._calls = calls
         self._folders = folders
         self._sync = sync
+        self.settles = sync == "full"
         self._direct = direct
 
     def write(self, bucket: int, temporary: str, row: memoryview) -> None:
@@ -38,7 +39,7 @@ class Writer:
             if self._sync != "none":
                 self._calls.fdatasync(fd)
         except BaseException:
-            self._close_quietly(fd)
+            self._calls.release(fd)
             raise
         # An error of close is an error of the write: some file systems tell it only here.
         self._calls.close(fd)
@@ -60,15 +61,10 @@ class Writer:
 
     def settle(self, bucket: int) -> None:
         """Make the name of what was published survive, if that is set."""
-        if self._sync == "full":
+        if self.settles:
             self._calls.fsync(bucket)
             self._calls.fsync(self._folders.objects)
-
-    def _close_quietly(self, fd: int) -> None:
-        try:
-            self._calls.close(fd)
-        except OSError:
-            return
+            self._folders.settle()
 
 
 class Reader:

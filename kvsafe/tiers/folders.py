@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folders of a disk store: checked once, then held open and never named by path again.
 
-ROOT/objects/ab/HEX.chunk     chunks, by the first byte of their object name
-ROOT/tmp/LEASE-...            files being written, by the lease of their writer
+ROOT/objects/abc/HEX.chunk    chunks, by the first three digits of their object name
+ROOT/objects/abc/.LEASE-N     files being written, by the lease of their writer
 ROOT/leases/LEASE             one locked file per process that writes here
 ROOT/ledger                   the shared account of bytes (locked for each change)
 ROOT/kvsafe-quarantine/       refused files, refusal number first
@@ -10,19 +10,22 @@ ROOT/kvsafe-quarantine/       refused files, refusal number first
 
 import contextlib
 import errno
+import fcntl
 import os
 import resource
 import secrets
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from kvsafe.tiers.calls import Os, can_rename_new
-from kvsafe.tiers.outcome import Flaw
+from kvsafe.tiers.outcome import FULL, Flaw
 
 QUARANTINE = "kvsafe-quarantine"
 SUFFIX = ".chunk"
+PROBE = "probe-"
+"""How names begin of files that a start makes in the root for a moment."""
 HIDDEN = "."
 """First character of the name of a file that is being written."""
 MAX_NAME_BYTES = 120
@@ -30,6 +33,7 @@ MAX_NAME_BYTES = 120
 _BUCKET_DIGITS = 3
 _HANDLES = (32, 1 << 4 * _BUCKET_DIGITS)
 _LINK_GRACE_S = 60.0
+_PROBES = 8
 
 
 class StoreRefused(RuntimeError):
@@ -58,15 +62,16 @@ class Folders:
         self._buckets: OrderedDict[str, _Handle] = OrderedDict()
         self._handles = _handle_limit()
         self._open: list[int] = []
-        self.root = self._open_root(root)
+        self._settled = False
         try:
+            self.root = self._open_root(root)
             self.objects = self._own("objects")
             self.leases = self._own("leases")
             self.aside = self._own(QUARANTINE)
             self.direct, self.atomic = self._probe()
         except OSError as exc:
             self.close()
-            raise StoreRefused(f"{root} cannot be used: {exc.strerror}") from exc
+            raise StoreRefused(f"{root} cannot be used: {exc.strerror or exc}") from exc
 
     def _open_root(self, root: str) -> int:
         if not os.path.isabs(root):
@@ -114,32 +119,81 @@ class Folders:
 
     def _try_folder(self, parent: int, name: str) -> int:
         fd = self.calls.open(parent, name, os.O_RDONLY | os.O_DIRECTORY)
-        info = self.calls.fstat(fd)
-        if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            self.calls.close(fd)
-            raise PermissionError(errno.EPERM, f"its folder {name} is not ours alone")
+        try:
+            info = self.calls.fstat(fd)
+            if info.st_uid != os.geteuid() or info.st_mode & 0o077:
+                raise PermissionError(errno.EPERM, f"its folder {name} is not ours alone")
+        except OSError:
+            self.calls.release(fd)
+            raise
         return fd
 
     def _probe(self) -> tuple[bool, bool]:
         """Whether direct I/O opens here, and whether renames that never replace exist."""
-        name = f"probe-{secrets.token_hex(8)}"
-        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
-        self.calls.close(self.calls.open(self.root, name, flags))
         try:
+            for _ in range(_PROBES):
+                with contextlib.suppress(BlockingIOError, FileNotFoundError):  # swept: another
+                    return self._probe_with(f"{PROBE}{secrets.token_hex(8)}")
+            raise OSError(errno.EAGAIN, "every probe was swept")
+        except OSError as exc:
+            if exc.errno not in FULL:
+                raise
+            # No space for a file: loads can be served all the same. Ask what there is.
+            return self._opens_direct("ledger"), can_rename_new(self.root, "leases")
+
+    def _probe_with(self, name: str) -> tuple[bool, bool]:
+        fd = self.calls.open(self.root, name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+        try:
+            self.calls.flock(fd, fcntl.LOCK_EX)  # until then, and after a kill, it is swept
             self.calls.publish(self.root, name, self.root, name + "-")
             return self._opens_direct(name + "-"), can_rename_new(self.root, name + "-")
         finally:
             for left in (name, name + "-"):
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):
                     self.calls.unlink(self.root, left)
+            self.calls.release(fd)
 
     def _opens_direct(self, name: str) -> bool:
         try:
             fd = self.calls.open(self.root, name, os.O_RDWR | os.O_DIRECT)
         except OSError:
             return False
-        self.calls.close(fd)
+        self.calls.release(fd)
         return True
+
+    def settle(self) -> None:
+        """Make the names of the root's folders survive, of the root, and of what it lies in.
+
+        Once, before the first store is reported: it may be this process that has made them.
+        """
+        if self._settled:
+            return
+        self.calls.fsync(self.root)
+        around: list[int] = []
+        try:
+            while (above := self._above(around[-1] if around else self.root)) is not None:
+                around.append(above)
+                self.calls.fsync(above)
+        finally:
+            self._close_all(around)
+        self._settled = True
+
+    def _above(self, folder: int) -> int | None:
+        """The folder around one; None where the file system, or what this user may see, ends."""
+        below = self.calls.fstat(folder)
+        try:
+            fd = self.calls.open(folder, "..", os.O_RDONLY | os.O_DIRECTORY)
+        except PermissionError:
+            return None
+        try:
+            info = self.calls.fstat(fd)
+        except OSError:
+            self.calls.release(fd)
+            raise
+        if info.st_dev != below.st_dev or info.st_ino == below.st_ino:
+            self.calls.release(fd)
+            return None
+        return fd
 
     def place(self, name: bytes) -> tuple[str, str]:
         """Bucket and file name of an object name (1 to 120 bytes)."""
@@ -148,22 +202,15 @@ class Folders:
         text = name.hex()
         return text[:_BUCKET_DIGITS], text + SUFFIX
 
-    @contextlib.contextmanager
-    def bucket(self, key: str, *, make: bool = False) -> Iterator[int]:
-        """The folder of a bucket while it is used; "" is the quarantine.
+    def bucket(self, key: str, *, make: bool = False) -> "Bucket":
+        """The folder of a bucket while it is used, as a context; "" is the quarantine.
 
-        `FileNotFoundError` if it is missing and not to be made.
+        `FileNotFoundError` on entering if it is missing and not to be made.
         """
-        if not key:
-            yield self.aside
-            return
-        handle = self._take(key, make)
-        try:
-            yield handle.fd
-        finally:
-            self._drop(handle)
+        return Bucket(self, key, make)
 
-    def _take(self, key: str, make: bool) -> _Handle:
+    def take(self, key: str, make: bool) -> _Handle:
+        """Open or find a bucket and count one more user."""
         with self._lock:
             handle = self._buckets.get(key)
             if handle is not None:
@@ -190,7 +237,8 @@ class Folders:
                 closing.append(oldest.fd)
         return closing
 
-    def _drop(self, handle: _Handle) -> None:
+    def drop(self, handle: _Handle) -> None:
+        """One user less."""
         with self._lock:
             handle.users -= 1
             last = handle.forgotten and handle.users == 0
@@ -211,13 +259,17 @@ class Folders:
     def _close_all(self, closing: Iterable[int]) -> None:
         for fd in closing:
             if fd >= 0:
-                with contextlib.suppress(OSError):
-                    self.calls.close(fd)
+                self.calls.release(fd)
 
     def bucket_names(self) -> list[str]:
         """The buckets that exist."""
         found = self.listing(self.objects)
         return sorted(name for name, info in found if stat.S_ISDIR(info.st_mode))
+
+    def stands(self, key: str, folder: int) -> bool:
+        """Whether an open bucket still is the one at its name (a removed one lists as empty)."""
+        here, there = self.calls.fstat(folder), self.calls.stat(self.objects, key)
+        return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
     def listing(self, folder: int) -> list[tuple[str, os.stat_result]]:
         """What is in a folder. Over a descriptor of its own: a shared one shares its place."""
@@ -225,7 +277,7 @@ class Folders:
         try:
             return self.calls.listing(fd)
         finally:
-            self.calls.close(fd)
+            self.calls.release(fd)
 
     def flaw(self, info: os.stat_result) -> Flaw | None:
         """Why this cannot be a chunk, or None. A name that is still being made is no flaw."""
@@ -256,6 +308,28 @@ class Folders:
             left = [*self._open, *(handle.fd for handle in self._buckets.values())]
             self._open, self._buckets = [], OrderedDict()
         self._close_all(left)
+
+
+class Bucket:
+    """A folder in use, for the length of a `with` block. A class: a generator costs twice that."""
+
+    __slots__ = ("_folders", "_handle", "_key", "_make")
+
+    def __init__(self, folders: Folders, key: str, make: bool) -> None:
+        self._folders = folders
+        self._key = key
+        self._make = make
+        self._handle: _Handle | None = None
+
+    def __enter__(self) -> int:
+        if not self._key:
+            return self._folders.aside
+        self._handle = handle = self._folders.take(self._key, self._make)
+        return handle.fd
+
+    def __exit__(self, *error: object) -> None:
+        if self._handle is not None:
+            self._folders.drop(self._handle)
 
 
 def _handle_limit() -> int:

@@ -5,6 +5,7 @@ Nothing waits for it: lookups and loads go by name from the first moment. Stores
 the first count only where the account is not known (first start, or after a reboot).
 """
 
+import errno
 import os
 import stat
 import threading
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from kvsafe.tiers.calls import Os
 from kvsafe.tiers.folders import HIDDEN, Folders
-from kvsafe.tiers.leases import DeadWriters, Lease
+from kvsafe.tiers.leases import DeadWriters, Lease, sweep_probes
 from kvsafe.tiers.ledger import Ledger
 from kvsafe.tiers.outcome import GONE
 from kvsafe.tiers.room import Candidate, Room, counted_bytes
@@ -64,6 +65,7 @@ class Keeper:
         self._stop = False
         self._done = threading.Condition()
         self._wanted = True
+        self._failed = False
         self._last_look = self._last_count = float("-inf")
         self._thread = threading.Thread(target=self._run, name="kvsafe-fs-keeper", daemon=True)
 
@@ -73,7 +75,7 @@ class Keeper:
 
     def want_count(self) -> None:
         """Ask for a count soon: the account is not known, or candidates run out."""
-        self._wanted = True
+        self._wanted, self._failed = True, False
         self._wake.set()
 
     def recount(self) -> None:
@@ -112,7 +114,7 @@ class Keeper:
 
     def _pause(self) -> float:
         """Seconds to the next tick; less where a count is asked for and only had to wait."""
-        if not self._wanted:
+        if not self._wanted or self._failed:
             return TICK_S
         since = self._calls.clock() - self._last_count
         return min(TICK_S, max(0.01, _COUNT_SHARE * self.counted.seconds - since))
@@ -152,6 +154,7 @@ class Keeper:
         self._wanted = False
         start = clock()
         self.counted = Counted()
+        self._failed = True
         dead = DeadWriters(self._calls, self._folders, self._lease.name)
         complete = False
         try:
@@ -159,6 +162,7 @@ class Keeper:
             self.room.offer(self._candidates(dead))
             self._ledger.end_count(begun, self.counted.bytes)
             complete = True
+            self._failed = False
         except OSError:
             self._wanted = True
             raise
@@ -167,6 +171,7 @@ class Keeper:
             self.swept += dead.removed
             self.counted.seconds = clock() - start
             self._last_count = clock()
+        self.swept += sweep_probes(self._calls, self._folders)
         with self._done:
             self.counts += 1
             self._done.notify_all()
@@ -175,19 +180,32 @@ class Keeper:
         seen = 0
         # Quarantine last: files move into it meanwhile, and must not be seen in neither place.
         for bucket in (*self._folders.bucket_names(), ""):
-            try:
+            entries = self._entries(bucket)
+            seen += 1 + len(entries)
+            if entries:
                 with self._folders.bucket(bucket) as folder:
-                    entries = self._folders.listing(folder)
-                    seen += 1 + len(entries)
                     for name, info in entries:
                         if stat.S_ISREG(info.st_mode):
                             yield from self._candidate(bucket, folder, name, info, dead)
-            except FileNotFoundError:
-                continue
             if seen >= _PAUSE_EVERY:
                 # Let the serving threads have the interpreter.
                 seen = 0
                 time.sleep(_PAUSE_S)
+
+    def _entries(self, bucket: str) -> list[tuple[str, os.stat_result]]:
+        """What is in a bucket. Raises `OSError` where that cannot be told: it may not be empty."""
+        try:
+            return self._listed(bucket)
+        except OSError:
+            # The one that was held open has been removed; another may stand at its name now.
+            self._folders.forget_bucket(bucket)
+            return self._listed(bucket)
+
+    def _listed(self, bucket: str) -> list[tuple[str, os.stat_result]]:
+        with self._folders.bucket(bucket) as folder:
+            if bucket and not self._folders.stands(bucket, folder):
+                raise FileNotFoundError(errno.ENOENT, "a bucket that is not at its name")
+            return self._folders.listing(folder)
 
     def _candidate(
         self, bucket: str, folder: int, name: str, info: os.stat_result, dead: DeadWriters
@@ -226,14 +244,13 @@ class Keeper:
         try:
             with self._folders.bucket(bucket) as folder:
                 fd = self._calls.open(folder, name, os.O_RDONLY)
+            try:
+                mark_used(self._calls, fd, self._calls.fstat(fd))
+            finally:
+                self._calls.release(fd)
         except OSError as exc:
             if exc.errno not in GONE:
                 self.errors[f"touch: {exc.errno}"] += 1
-            return
-        try:
-            mark_used(self._calls, fd, self._calls.fstat(fd))
-        finally:
-            self._calls.close(fd)
 
 
 def mark_used(calls: Os, fd: int, info: os.stat_result) -> None:

@@ -8,17 +8,21 @@ that its writer may still write (see `ledger.py`).
 """
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
 import secrets
+import stat
 import struct
 from collections.abc import Collection
 
 from kvsafe.tiers.calls import Os
-from kvsafe.tiers.folders import HIDDEN, Folders
+from kvsafe.tiers.folders import HIDDEN, PROBE, Folders
+from kvsafe.tiers.outcome import FULL, GONE
 
 _HELD = struct.Struct("<Q")
+_ATTEMPTS = 8
 
 
 class Lease:
@@ -29,25 +33,38 @@ class Lease:
         self._folders = folders
         self._counter = itertools.count(1)
         self.held = 0
-        self.name, self._fd = self._take()
+        self.name, self._fd = "", -1
+        try:
+            self._take()
+        except OSError as exc:
+            if exc.errno not in FULL:
+                raise
+            # Loads need no lease; the first grant takes it, when there is space again.
 
-    def _take(self) -> tuple[str, int]:
-        while True:
+    def _take(self) -> None:
+        for _ in range(_ATTEMPTS):
             # os.urandom, not the global random: engines seed that one alike.
             name = f"{os.getpid():x}-{secrets.token_hex(8)}"
-            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
-            fd = self._calls.open(self._folders.leases, name, flags)
+            fd = self._calls.open(self._folders.leases, name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
             try:
                 self._calls.flock(fd, fcntl.LOCK_EX)
                 if self._calls.fstat(fd).st_nlink:
-                    self._calls.write(fd, memoryview(_HELD.pack(0)), 0)
-                    return name, fd
+                    self._write(fd, 0)
+                    self.name, self._fd = name, fd
+                    return
             except BlockingIOError:
                 pass  # swept between open and lock: take another
             except BaseException:
-                self._calls.close(fd)
+                with contextlib.suppress(OSError):
+                    self._calls.unlink(self._folders.leases, name)
+                self._calls.release(fd)
                 raise
-            self._calls.close(fd)
+            self._calls.release(fd)
+        raise OSError(errno.EAGAIN, "every new lease was swept")
+
+    def _write(self, fd: int, held: int) -> None:
+        if self._calls.write(fd, memoryview(_HELD.pack(held)), 0) != _HELD.size:
+            raise OSError(errno.EIO, "the lease was not written whole")
 
     def temporary(self) -> str:
         """A name for a file being written: unique, as the name of the lease is."""
@@ -55,37 +72,80 @@ class Lease:
 
     def note_held(self, held: int) -> None:
         """Write how many bytes this writer may still write (inside the ledger's lock)."""
-        self._calls.write(self._fd, memoryview(_HELD.pack(held)), 0)
+        if held and self._fd < 0:
+            self._take()
+        if self._fd >= 0:
+            self._write(self._fd, held)
         self.held = held
 
     def close(self, *, clean: bool) -> None:
-        """End the lease. If something was left behind its file stays, for whoever sweeps."""
-        try:
-            if clean:
+        """End the lease, if it has not ended. Never raises.
+
+        If something was left behind, or the file cannot be removed, it stays for whoever sweeps.
+        """
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        if clean:
+            with contextlib.suppress(OSError):
                 self._calls.unlink(self._folders.leases, self.name)
-        finally:
-            self._calls.close(self._fd)
+        self._calls.release(fd)
 
 
 def read_held(calls: Os, folders: Folders, name: str) -> int:
-    """The number in a lease file (0 if it is gone or damaged)."""
+    """The number in a lease file: 0 if it is gone, or empty since it is new.
+
+    Raises `OSError` where it cannot be told: with a number that is too low a count would
+    leave out what its writer is writing.
+    """
     try:
         fd = calls.open(folders.leases, name, os.O_RDONLY)
-    except OSError:
-        return 0
+    except OSError as exc:
+        if exc.errno in (*GONE, errno.ELOOP):  # a link is nobody's lease
+            return 0
+        raise
     try:
         buffer = bytearray(_HELD.size)
-        if calls.read(fd, memoryview(buffer), 0) != _HELD.size:
-            return 0
+        came = calls.read(fd, memoryview(buffer), 0)
+        if came not in (0, _HELD.size):
+            raise OSError(errno.EIO, "a lease that is not whole")
         return int(_HELD.unpack(buffer)[0])
     finally:
-        calls.close(fd)
+        calls.release(fd)
 
 
 def held_by_all(calls: Os, folders: Folders, without: Collection[str] = ()) -> int:
     """The bytes that all writers together may still write (inside the ledger's lock)."""
     names = [name for name, _ in folders.listing(folders.leases) if name not in without]
     return sum(read_held(calls, folders, name) for name in names)
+
+
+def sweep_probes(calls: Os, folders: Folders) -> int:
+    """Remove what killed starts have left in the root; one that lives holds a lock on its own.
+
+    Never raises: what stays is swept by the next count. Returns how many went.
+    """
+    swept = 0
+    with contextlib.suppress(OSError):
+        for name, info in folders.listing(folders.root):
+            if name.startswith(PROBE) and stat.S_ISREG(info.st_mode):
+                swept += _sweep_probe(calls, folders.root, name)
+    return swept
+
+
+def _sweep_probe(calls: Os, root: int, name: str) -> bool:
+    try:
+        fd = calls.open(root, name, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        calls.flock(fd, fcntl.LOCK_EX)
+        calls.unlink(root, name)
+    except OSError:
+        return False
+    finally:
+        calls.release(fd)
+    return True
 
 
 class DeadWriters:
@@ -115,7 +175,7 @@ class DeadWriters:
         try:
             self._calls.flock(fd, fcntl.LOCK_EX)
         except OSError:
-            self._calls.close(fd)
+            self._calls.release(fd)
             return None
         return fd
 
@@ -153,5 +213,5 @@ class DeadWriters:
             if complete and name not in self._stays:
                 with contextlib.suppress(OSError):
                     self._calls.unlink(self._folders.leases, name)
-            self._calls.close(fd)
+            self._calls.release(fd)
         self._locked = {}

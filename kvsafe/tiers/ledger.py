@@ -30,12 +30,14 @@ from dataclasses import dataclass, field
 from kvsafe.tiers.calls import Os
 from kvsafe.tiers.folders import Folders
 from kvsafe.tiers.leases import Lease, held_by_all
+from kvsafe.tiers.outcome import FULL
 
 _RECORD = struct.Struct("<8s16sQQQQQ")
 _CRC = struct.Struct("<I")
 _MAGIC = b"KVSFSL01"
 _LIMIT = 1 << 62
 _POLL_S = 0.0005
+_UNLOCK_TRIES = 3
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -71,15 +73,17 @@ class Ledger:
         self._folders = folders
         self._wait_s = wait_s
         self._mutex = threading.Lock()
-        self._fd = calls.open(folders.root, "ledger", os.O_CREAT | os.O_RDWR)
+        self._fd = -1
         self._boot = boot_id()
-        self._join()
-
-    def _join(self) -> None:
-        with self._locked() as account:
-            if account.boot != self._boot:
-                # After a power loss the file may say less than the folder holds.
-                account.boot, account.known = self._boot, 0
+        self._joined = False
+        try:
+            with self._locked():
+                pass  # the first change joins
+        except OSError as exc:
+            if exc.errno not in FULL:
+                self.close()
+                raise
+            # Loads need no account; the first change that can be written joins.
 
     def peek(self) -> Account:
         """The account as it is, unlocked: for numbers on a page, and for `epoch`."""
@@ -149,12 +153,17 @@ class Ledger:
                 account = self._read()
                 yield account
                 self._write(account)
+                self._joined = True
             finally:
-                self._calls.flock(self._fd, fcntl.LOCK_UN)
+                self._unlock_file()
         finally:
             self._mutex.release()
 
     def _lock_file(self) -> None:
+        if self._fd < 0:
+            if self._joined:
+                raise LedgerBusy("the ledger is closed")
+            self._fd = self._calls.open(self._folders.root, "ledger", os.O_CREAT | os.O_RDWR)
         deadline = self._calls.clock() + self._wait_s
         while True:
             try:
@@ -164,16 +173,39 @@ class Ledger:
                 if self._calls.clock() > deadline:
                     raise LedgerBusy("another process holds the ledger") from None
                 time.sleep(_POLL_S)
+            except OSError:
+                self._unlock_file()  # it may be locked all the same
+                raise
+
+    def _unlock_file(self) -> None:
+        """Never raises: the change is made. A lock that stays goes with the next change."""
+        for _ in range(_UNLOCK_TRIES):
+            with contextlib.suppress(OSError):
+                self._calls.flock(self._fd, fcntl.LOCK_UN)
+                return
 
     def _read(self) -> Account:
         buffer = bytearray(_RECORD.size + _CRC.size)
-        if self._calls.read(self._fd, memoryview(buffer), 0) != len(buffer):
-            return Account(boot=self._boot)
+        if not self._filled(memoryview(buffer)):
+            return Account(boot=self._boot, epoch=secrets.randbelow(1 << 32))
         record, crc = bytes(buffer[: _RECORD.size]), _CRC.unpack(buffer[_RECORD.size :])[0]
         magic, boot, known, *numbers = _RECORD.unpack(record)
         if magic != _MAGIC or crc != zlib.crc32(record) or max(numbers) > _LIMIT:
             return Account(boot=self._boot, epoch=secrets.randbelow(1 << 32))
+        if not self._joined and boot != self._boot:
+            # After a power loss the file may say less than the folder holds.
+            boot, known = self._boot, 0
         return Account(boot, known, *numbers)
+
+    def _filled(self, into: memoryview) -> bool:
+        """Read as much as `into` holds. False where the file is shorter, or there is none yet."""
+        done = 0
+        while self._fd >= 0 and done < len(into):
+            came = self._calls.read(self._fd, into[done:], done)
+            if came <= 0:
+                return False
+            done += came
+        return done == len(into)
 
     def _write(self, account: Account) -> None:
         record = _RECORD.pack(
@@ -190,8 +222,10 @@ class Ledger:
             raise LedgerBusy("the ledger could not be written")
 
     def close(self) -> None:
-        """Let go of the file."""
-        self._calls.close(self._fd)
+        """Let go of the file, and so of its lock. Never raises."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._calls.release(fd)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,8 @@ class LookupDesk:
             record = self._records.get(name)
             if record is not None:
                 record.answer = found
+                if not record.requests:
+                    del self._records[name]
 
     def forget(self, request: Hashable) -> None:
         """A request has ended."""

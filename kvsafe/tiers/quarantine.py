@@ -3,7 +3,8 @@
 
 Between the read that refused it and the move another process may have moved it already and
 stored the chunk anew. The move is by name, so what was moved is looked at afterwards, and a
-file that is not the refused one is put back.
+file that is not the refused one is put back. One that was changed meanwhile is the refused
+one: nothing of ours writes to a published file.
 """
 
 import os
@@ -64,9 +65,10 @@ class Quarantine:
             with self._folders.bucket(bucket) as folder:
                 self._calls.rename(folder, file, self._folders.aside, aside)
                 info = self._calls.stat(self._folders.aside, aside)
-                if seen is not None and FileId.of(info) != seen:
+                if seen is not None and info.st_ino != seen.inode:
                     self._put_back(folder, file, aside)
                     return False
+            self._room.gone(bucket, file)
             if self._policy == "remove":
                 return self._room.remove("", aside)
         except OSError:
@@ -90,6 +92,9 @@ class Quarantine:
         except FileExistsError:
             self._room.give_back(charge)
             self._room.remove("", aside)
+        except OSError:
+            self._room.spent(charge)  # it may have happened all the same
+            raise
         else:
             self._room.spent(charge)
 
@@ -104,4 +109,4 @@ class Quarantine:
         except OSError:
             self._counts["no note"] += 1
         finally:
-            self._calls.close(fd)
+            self._calls.release(fd)

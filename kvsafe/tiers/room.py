@@ -54,6 +54,7 @@ class Room:
         self._in_flight = 0
         self._candidates: list[Candidate] = []
         self.evicted: Counter[str] = Counter()
+        self.on_gone: Callable[[str], None] | None = None
         rows = limits.capacity // (64 * whole_pages(folders.row_bytes))
         rows = max(1, min(rows, _GRANT_ROWS, _GRANT_BYTES // whole_pages(folders.row_bytes)))
         self.grant_bytes = rows * whole_pages(folders.row_bytes)
@@ -138,14 +139,19 @@ class Room:
             heapq.heappush(self._candidates, (int(self._calls.now() * 1e9), bucket, name))
 
     def evict(self, amount: int) -> bool:
-        """Remove least lately used files of `amount` bytes at least. True if any went."""
-        epoch = self._ledger.peek().epoch
+        """Remove least lately used files of `amount` bytes at least. True if any went.
+
+        While the account is not known none goes: there may be room, and a count will tell.
+        """
+        account = self._ledger.peek()
+        if not account.known:
+            return False
         freed = 0
         for _ in range(2 * CANDIDATES):
             if freed >= amount or not self._candidates:
                 break
             freed += self._evict_oldest()
-        return freed > 0 and self._ledger.removed(freed, epoch)
+        return freed > 0 and self._ledger.removed(freed, account.epoch)
 
     def _evict_oldest(self) -> int:
         try:
@@ -168,6 +174,7 @@ class Room:
         if not stat.S_ISREG(info.st_mode):
             return 0
         self._calls.unlink(folder, name)
+        self.gone(bucket, name)
         self.evicted["chunk" if bucket else "quarantined"] += 1
         return self._charged(info)
 
@@ -184,9 +191,15 @@ class Room:
                 self._calls.unlink(folder, name)
         except FileNotFoundError:
             return False
+        self.gone(bucket, name)
         if stat.S_ISREG(info.st_mode):
             self._ledger.removed(self._charged(info), epoch)
         return True
+
+    def gone(self, bucket: str, name: str) -> None:
+        """Tell whoever wants to know that a chunk is no longer at its name."""
+        if bucket and self.on_gone is not None:
+            self.on_gone(name)
 
     def relieve(self) -> None:
         """Evict when others have eaten into the reserve, or a smaller capacity was set."""

@@ -6,6 +6,7 @@ with a value, and may be stuck in a system call for as long as the kernel likes:
 are the caller's (`pool.py`). See `spec/fs-tier.md` for the rules.
 """
 
+import contextlib
 import errno
 import os
 from collections import Counter
@@ -40,25 +41,28 @@ class ChunkStore:
         self.folders = folders = Folders(
             calls, setting.root, setting.row_bytes, setting.flaw_number
         )
-        try:
-            self._assemble(setting, calls, folders)
-        except OSError as exc:
-            folders.close()
-            raise StoreRefused(f"{setting.root} cannot be used: {exc}") from exc
-        except StoreRefused:
-            folders.close()
-            raise
-        self.keeper.start()
+        with contextlib.ExitStack() as held:
+            held.callback(folders.close)
+            try:
+                self._assemble(setting, calls, folders, held)
+            except OSError as exc:
+                raise StoreRefused(f"{setting.root} cannot be used: {exc}") from exc
+            self.keeper.start()
+            self._held = held.pop_all()
 
-    def _assemble(self, setting: StoreSetting, calls: Os, folders: Folders) -> None:
+    def _assemble(
+        self, setting: StoreSetting, calls: Os, folders: Folders, held: contextlib.ExitStack
+    ) -> None:
+        """Put the parts together; `held` lets go of what was opened."""
         self.direct = self._direct(setting, folders)
         ledger = Ledger(calls, folders, setting.lock_wait_s)
+        held.callback(ledger.close)
         self.lease = Lease(calls, folders)
+        held.callback(self.lease.close, clean=True)
         self.keeper = Keeper(calls, folders, ledger, self.lease, setting.ttl_s)
         limits = Limits(setting.capacity_bytes, setting.reserve_bytes)
         self.room = Room(calls, folders, ledger, self.lease, limits, self.keeper.recount)
         self.keeper.room = self.room
-        self._ledger = ledger
         writer = Writer(calls, folders, setting.sync, self.direct)
         self._reader = Reader(calls, folders, self.direct)
         self._charge = whole_pages(setting.row_bytes)
@@ -91,12 +95,18 @@ class ChunkStore:
         bucket, file = self.folders.place(name)
         try:
             if self._stands(name, bucket, file):
-                return Outcome(Answer.PRESENT)
+                return self._storing.present(bucket)
             if not self.room.take(self._charge):
                 return Outcome(Answer.NO_ROOM, "capacity or reserve")
         except OSError as exc:
             return outcome_of(exc)
         return self._counted(self._storing.store(bucket, file, row, wanted))
+
+    def standing(self, name: bytes) -> Outcome | None:
+        """What `put` would answer without writing; None if it would have to write."""
+        if not self.look([name])[0]:
+            return None
+        return self._storing.present(self.folders.place(name)[0])
 
     def _stands(self, name: bytes, bucket: str, file: str) -> bool:
         """Whether a file that can be this chunk is there; one that cannot is moved away."""
@@ -112,7 +122,7 @@ class ChunkStore:
 
     def _stat(self, bucket: str, file: str) -> os.stat_result:
         with self.folders.bucket(bucket) as folder:
-            return self.calls.stat(folder, file)
+            return _still_there(self.calls.stat(folder, file))
 
     def get(self, name: bytes, into: memoryview, judge: Judge | None = None) -> Outcome:
         """Read a whole row into `into` (exactly `row_bytes`), and let `judge` open it there.
@@ -140,7 +150,7 @@ class ChunkStore:
         return self._counted(Outcome(Answer.DONE))
 
     def _admit(self, name: bytes, fd: int, info: os.stat_result, seen: list[FileId]) -> Flaw | None:
-        seen.append(FileId.of(info))
+        seen.append(FileId.of(_still_there(info)))
         flaw = self.folders.flaw(info)
         if flaw is not None:
             return flaw
@@ -247,13 +257,22 @@ class ChunkStore:
         """Stop housekeeping and give room back. Nothing may be in flight.
 
         Where a call is stuck the descriptors stay open, so that none is used for another file.
+        Never raises; where room could not be given back, the lease stays for whoever counts.
         """
         if not self.keeper.stop(timeout_s):
             return
+        clean = False
         try:
             self.room.return_unspent()
-            self.lease.close(clean=self.room.held == 0)
+            clean = self.room.held == 0
         except OSError:
             self.counts["close failed"] += 1
-        self._ledger.close()
-        self.folders.close()
+        self.lease.close(clean=clean)
+        self._held.close()
+
+
+def _still_there(info: os.stat_result) -> os.stat_result:
+    """Raises `FileNotFoundError` if the file was removed between being found and looked at."""
+    if info.st_nlink == 0:
+        raise FileNotFoundError(errno.ENOENT, "removed after it was opened")
+    return info

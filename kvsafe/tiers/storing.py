@@ -37,9 +37,21 @@ class Storing:
             return outcome_of(exc)
         if outcome.answer is Answer.DONE:
             self._room.offer_one(bucket, file)
+        elif outcome.answer is Answer.PRESENT:
+            return self.present(bucket)
         elif outcome.answer is Answer.MISSING:
             self._folders.forget_bucket(bucket)  # removed behind our back; the next one is new
         return outcome
+
+    def present(self, bucket: str) -> Outcome:
+        """Somebody has stored it; it is reported, so its name has to survive as ours does."""
+        if self._writer.settles:
+            try:
+                with self._folders.bucket(bucket) as folder:
+                    self._writer.settle(folder)
+            except OSError as exc:
+                return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
+        return Outcome(Answer.PRESENT)
 
     def _write_in(
         self, folder: int, file: str, row: memoryview, wanted: Callable[[], bool]

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,21 +202,118 @@ def test_short_reads_and_writes_go_on(tmp_path: Path) -> None:
         assert holds(store, 0)
 
 
-def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
+def _cut(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def _write_into(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.write(b"something else")
+
+
+def _on_first_read(calls: FaultyOs, change: Callable[[], object]) -> None:
+    def act(function: Callable[..., int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        change()
+        return function(*args, **kwargs)
+
+    calls.only_threads = ("MainThread",)
+    calls.plan("read", act, 1, 1)
+
+
+@pytest.mark.parametrize("change", [_cut, _write_into])
+def test_a_file_that_is_changed_while_it_is_read_goes_with_its_refusal(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """Its time of writing is another one now, and it still is the file that was refused."""
     calls = FaultyOs()
     with store_at(tmp_path / "s", calls, flaw_number=FLAW) as store:
         put(store, 1)
+        path = path_of(store, 1)
 
-        def cut(function: object, args: tuple[object, ...], kwargs: object) -> int:
-            os.truncate(path_of(store, 1), 100)
-            return 0
+        def changed() -> None:
+            change(path)
+            os.utime(path, ns=(1, 1))
+
+        _on_first_read(calls, changed)
+        outcome, _ = get(store, 1, lambda row: None if bytes(row) == row_of(1) else Refused())
+        assert (outcome.answer, outcome.quarantined) == (Answer.REFUSED, True)
+        assert len(quarantined(tmp_path / "s")) == 1
+        assert not path.exists()
+        # Control: another file of this name, stored meanwhile, is left alone (below), and heals.
+        assert put(store, 1).answer is Answer.DONE
+        assert holds(store, 1)
+
+
+def test_a_file_that_is_cut_and_stored_anew_while_it_is_read_stays(tmp_path: Path) -> None:
+    calls = FaultyOs()
+    with (
+        store_at(tmp_path / "s", calls, flaw_number=FLAW) as store,
+        store_at(tmp_path / "s") as other,
+    ):
+        put(store, 1)
+
+        def changed() -> None:
+            _cut(path_of(store, 1))
+            assert put(other, 1).answer is Answer.DONE  # moves the cut one, and stores
+
+        _on_first_read(calls, changed)
+        outcome, _ = get(store, 1)
+        assert (outcome.answer, outcome.quarantined) == (Answer.REFUSED, False)
+        assert holds(store, 1)
+
+
+def test_a_file_that_is_evicted_once_it_is_open_is_a_miss(tmp_path: Path) -> None:
+    """It has no name any more, which is no flaw of it."""
+    calls = FaultyOs()
+    told: list[object] = []
+    with store_at(tmp_path / "s", calls, flaw_number=FLAW) as store:
+        store.on_flaw = lambda *flaw: told.append(flaw)
+        put(store, 1)
+
+        def evicted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+            path_of(store, 1).unlink(missing_ok=True)
+            return function(*args, **kwargs)
 
         calls.only_threads = ("MainThread",)
-        plan = calls.plan("read", cut, 1, 1)
-        plan.seen = -1 if store.room.account() is None else 0
-        outcome, _ = get(store, 1)
-        assert outcome.answer is Answer.REFUSED
-        assert len(quarantined(tmp_path / "s")) == 1
+        calls.plan("fstat", evicted, 1, 1)
+        assert get(store, 1)[0].answer is Answer.MISSING
+        assert told == []
+        assert quarantined(tmp_path / "s") == []
+        assert put(store, 1).answer is Answer.DONE
+        assert holds(store, 1)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EINTR, errno.ENOSPC])
+@pytest.mark.parametrize("door", ["look", "get", "judge", "put"])
+def test_an_error_of_close_beside_a_flaw_is_no_exception(
+    tmp_path: Path, door: str, code: int
+) -> None:
+    """Each close that refusing makes, in turn."""
+    hits = 0
+    for place in range(1, 20):
+        calls = FaultyOs()
+        root = tmp_path / f"s{place}"
+        with store_at(root, calls) as store:
+            put(store, 1)
+            if door != "judge":
+                path_of(store, 1).chmod(0o644)
+            calls.only_threads = ("MainThread",)
+            plan = calls.plan("close", failing_after(code), place, 1)
+            if door == "judge":
+                assert not get(store, 1, lambda row: Refused())[0].good
+            elif door == "look":
+                assert store.look([name_of(1)]) == [False]
+            elif door == "get":
+                assert not get(store, 1)[0].good
+            else:
+                assert put(store, 1).answer in Answer
+            calls.calm()
+            hits += plan.hits
+            assert put(store, 1).good
+            assert holds(store, 1)
+        if not plan.hits:
+            break
+    assert hits
 
 
 def test_zero_filled_after_a_power_loss_is_for_the_judge(tmp_path: Path) -> None:

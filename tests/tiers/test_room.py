@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvsafe.tiers import Answer, ChunkStore
-from tests.tiers.faults import FULL, FaultyOs, failing, failing_after
+from tests.tiers.faults import FULL, FaultyOs, failing, failing_after, short
 from tests.tiers.stores import (
     ROW,
     holds,
@@ -248,6 +249,99 @@ def test_nothing_is_written_without_a_known_account(tmp_path: Path) -> None:
         assert put(store, 1).answer is Answer.DONE
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_nothing_is_evicted_while_the_account_is_not_known(tmp_path: Path, length: int) -> None:
+    """A short read of the ledger says nothing of the room that there is."""
+    calls = FaultyOs()
+    with store_at(tmp_path / "s", calls, capacity_bytes=100 * ROW) as store:
+        for number in range(3):
+            assert put(store, number).good
+        store.room.return_unspent()
+        calls.only_threads = ("MainThread",)
+        plan = calls.plan("read", short(length), 1, 1)
+        assert put(store, 4).answer in (Answer.DONE, Answer.NO_ROOM)
+        assert plan.hits == 1
+        assert store.room.evicted["chunk"] == 0
+        assert [holds(store, number) for number in range(3)] == [True] * 3
+        # Control: the account is known again after a count, and stores go on.
+        store.keeper.recount()
+        assert store.keeper.wait_counted(2)
+        assert put(store, 4).good
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("what", ["open", "fstat", "listing"])
+def test_a_bucket_that_cannot_be_listed_is_not_empty(tmp_path: Path, what: str, code: int) -> None:
+    """Each call of a count, in turn, once and from then on: the account never says too little."""
+    calls = FaultyOs()
+    calls.only_threads = ("MainThread",)
+    with store_at(tmp_path / "s", calls) as store:
+        for number in range(3):
+            put(store, number)
+        store.keeper.stop(10)
+        store.keeper._stop = False
+        store.room.return_unspent()
+        for times in (1, 1 << 30):
+            for at in range(1, 30):
+                plan = calls.plan(what, failing(code), at, times)
+                _tick(store)
+                assert store.charged >= used(tmp_path / "s") == 3 * ROW
+                calls.calm()
+                if not plan.hits:
+                    break
+            else:
+                pytest.fail("the plan was hit every time")
+        before = store.keeper.counts
+        _tick(store)
+        assert store.keeper.counts == before + 1
+        assert store.charged == 3 * ROW
+
+
+def test_a_bucket_that_is_held_open_and_made_anew_is_counted(tmp_path: Path) -> None:
+    calls = FaultyOs()
+    calls.only_threads = ("MainThread",)
+    with store_at(tmp_path / "s", calls) as store:
+        put(store, 1)
+        store.keeper.stop(10)
+        store.keeper._stop = False
+        bucket = path_of(store, 1).parent
+        bucket.rename(tmp_path / "s" / "moved")
+        shutil.copytree(tmp_path / "s" / "moved", bucket)
+        shutil.rmtree(tmp_path / "s" / "moved")
+        store.room.return_unspent()
+        _tick(store)
+        assert store.keeper.errors == {}
+        assert store.keeper.counted.files == 1
+        assert store.charged == ROW
+
+
+def _tick(store: ChunkStore) -> None:
+    store.keeper.want_count()
+    store.keeper.counted.seconds = 0.0
+    store.keeper.tick()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+def test_a_lease_that_cannot_be_read_is_not_taken_for_empty(tmp_path: Path, code: int) -> None:
+    """What another writer may write while a count runs is in no folder yet."""
+    calls = FaultyOs()
+    calls.only_threads = ("MainThread",)
+    with store_at(tmp_path / "s") as other, store_at(tmp_path / "s", calls) as store:
+        assert put(other, 1).good
+        held = other.room.held
+        assert held > 0
+        store.keeper.stop(10)
+        store.keeper._stop = False
+        for what in ("open", "read"):
+            for at in range(1, 20):
+                plan = calls.plan(what, failing(code), at, 1)
+                _tick(store)
+                calls.calm()
+                assert store.charged >= ROW + held
+                if not plan.hits:
+                    break
 
 
 @pytest.mark.parametrize("at", range(1, 9))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that works on a store until it is told to stop or is killed.
+"""A process that works on a store until its standard input ends or it is killed.
 
     python -m tests.tiers.writer_process ROOT CAPACITY SEED NAMES ROUNDS
+
+It does ROUNDS at the least.
 
 Prints "ready" when it begins, then one line of counts when it ends. Wrong bytes end it with
 code 3.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import json
 import random
+import select
 import sys
 from collections import Counter
 
@@ -27,6 +30,11 @@ class Refused:
         return "wrong bytes"
 
 
+def _wanted() -> bool:
+    """Whether standard input is still open."""
+    return not select.select([sys.stdin], [], [], 0)[0]
+
+
 def main(arguments: list[str]) -> int:
     """Store, load, refuse and look at random."""
     root, capacity, seed, names, rounds = arguments[0], *map(int, arguments[1:])
@@ -36,7 +44,9 @@ def main(arguments: list[str]) -> int:
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
     buffer = memoryview(bytearray(ROW))
-    for _ in range(rounds):
+    done = 0
+    while done < rounds or _wanted():
+        done += 1
         number = rng.randrange(names)
         dice = rng.random()
         if dice < 0.5:
