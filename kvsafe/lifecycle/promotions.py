@@ -74,9 +74,8 @@ def promote(world: World, state: State, who: int, tier: int, room: Room = promot
     """Evict, give a row, queue; the request waits and looks up its next key."""
     request = state.requests[who]
     key, position = here(state, who), request.position + 1
-    chosen = room(world, state, key) or ()
     state = learn_misses(world, state, who, (key,))
-    state = rows.evict(world, state, chosen)
+    state = rows.evict(world, state, room(world, state, key) or ())
     state = rows.allocate(world, state, key, QUEUED, who, tier)
     state = remember(world, state, who, inserted=(key,))
     return with_request(

@@ -68,9 +68,9 @@ def store(world: World, state: State, who: int, room: Room = store_room) -> Stat
     new, request = wanted(state, who), state.requests[who]
     old = [key for key in request.keys if key not in new]
     ready = [key for key in old if rows.offered(state, key)]
-    chosen = room(world, state, who) or ()
     state = learn_misses(world, state, who, new)
-    state = rows.evict(world, state, chosen)
+    # The policy has learned of the misses when it chooses: a ghost's return moves ARC's target.
+    state = rows.evict(world, state, room(world, state, who) or ())
     for key in new:
         state = rows.allocate(world, state, key, WRITING, who, NOBODY)
     state = remember(world, state, who, seen=ready, reused=ready)
@@ -88,8 +88,13 @@ def can_refuse_store(world: World, state: State, who: int, room: Room = store_ro
 
 
 def refuse_store(world: World, state: State, who: int) -> State:
-    """Nothing is evicted and nothing given; the next room is this store's."""
+    """Nothing is evicted and nothing given; the next room is this store's.
+
+    What was there already was met all the same, and the policy hears of it.
+    """
+    ready = [key for key in state.requests[who].keys if rows.offered(state, key)]
     state = learn_misses(world, state, who, wanted(state, who))
+    state = remember(world, state, who, seen=ready, reused=ready)
     return with_request(state, who, claims=True)
 
 
