@@ -107,6 +107,7 @@ def assemble(vllm_config: Any, kv_cache_config: Any, *, scheduler: bool) -> Part
         expectation=_expectation(kv_cache_config, offloading),
         foreign=_foreign(config, identity, station) if scheduler else (),
         fail_loads=vllm_config.kv_transfer_config.kv_load_failure_policy == "fail",
+        layers=vllm_config.compilation_config.static_forward_context,
     )
     spec = KVSafeSpec(replace(offloading, extra_config=to_vllm_extra(config)), assembly)
     adapters = AdapterLedger(Path(config.state_dir) / "adapters.json")
@@ -126,10 +127,12 @@ def load_keyring(config: KVSafeConfig, environ: Mapping[str, str]) -> Keyring:
 
 
 def epoch_file(config: KVSafeConfig, keyring: Keyring) -> EpochFile:
-    """The epoch of this namespace."""
+    """The epoch of this namespace, or the one that the operator has several engines share."""
     suite = Suite.named(config.suite)
     secret = keyring.state_secret
     path = Path(config.state_dir) / f"epoch-{config.namespace}.json"
+    if config.epoch_file is not None:
+        path = Path(config.epoch_file)
     return EpochFile(path, lambda message: suite.tag(secret, message), first=int(time.time()))
 
 
@@ -227,8 +230,11 @@ def _draft_weights(vllm_config: Any, config: KVSafeConfig) -> str | None:
     folder = _folder_of(draft, vllm_config)
     if folder is None:
         return None
-    cache = Path(config.state_dir) / "weights.json"
-    return weights_digest(folder, cache=cache, threads=config.verify_threads)
+    return weights_digest(folder, cache=_weights_cache(config), threads=config.verify_threads)
+
+
+def _weights_cache(config: KVSafeConfig) -> Path:
+    return Path(config.state_dir) / "weights.json"
 
 
 def _weights(vllm_config: Any, config: KVSafeConfig, folder: Path | None) -> str:
@@ -239,7 +245,7 @@ def _weights(vllm_config: Any, config: KVSafeConfig, folder: Path | None) -> str
     if folder is not None and load_format in _FILE_FORMATS:
         digest = weights_digest(
             folder,
-            cache=Path(config.state_dir) / "weights.json",
+            cache=_weights_cache(config),
             threads=config.verify_threads,
             progress=_ProgressLog(),
             load_format=load_format,

@@ -35,7 +35,7 @@ class KVSafeConnector(OffloadingConnector):
         adopt_vllm_handlers()
         register()
         scheduler = role == KVConnectorRole.SCHEDULER
-        parts = assemble(vllm_config, kv_cache_config, scheduler=scheduler)
+        parts = self._assemble(vllm_config, kv_cache_config, scheduler=scheduler)
         self._canonical_layout = parts.offloading.canonical_layout
         self._spec = parts.spec
         self.connector_scheduler = None
@@ -48,6 +48,9 @@ class KVSafeConnector(OffloadingConnector):
             )
         else:
             self.connector_worker = KVSafeConnectorWorker(parts.spec, vllm_config, kv_cache_config)
+
+    def _assemble(self, vllm_config: Any, kv_cache_config: Any, *, scheduler: bool) -> Parts:
+        return assemble(vllm_config, kv_cache_config, scheduler=scheduler)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Keep the block pool: where it knows a block's content, stores are checked against it."""

@@ -30,6 +30,9 @@ STORES_FAILED = "kvsafe:stores_failed"
 EPOCH = "kvsafe:epoch"
 SUITE = "kvsafe:suite_info"
 OVERRIDE = "kvsafe:override_active"
+TIER_FAULTS = "kvsafe:tier_faults"
+DIVERGENCES = "kvsafe:monitor_divergences"
+MONITOR_STOPPED = "kvsafe:monitor_stopped"
 UNSERVED = "kvsafe:stored_but_never_served_seconds"
 
 _VERIFY_BUCKETS = (1e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.5, 1.0)
@@ -60,6 +63,17 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         EPOCH: gauge("The present epoch; it goes up with every reset of external tiers."),
         SUITE: gauge("1 for the suite in use.", labelnames=("suite",)),
         OVERRIDE: gauge("1 for every safety override that is set.", labelnames=("override",)),
+        TIER_FAULTS: counter(
+            "Calls of a tier that raised or answered what cannot be used.",
+            labelnames=("tier", "call"),
+        ),
+        DIVERGENCES: counter(
+            "Steps of the host tier that the lifecycle machine does not allow, by the law broken.",
+            labelnames=("law",),
+        ),
+        MONITOR_STOPPED: counter(
+            "1 once the monitor (enforce) has stopped offering and storing chunks."
+        ),
         UNSERVED: gauge(
             "Seconds since the first chunk was stored without any chunk having been served; "
             "0 once one was. Alert when it stays above your reuse horizon."

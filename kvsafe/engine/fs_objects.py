@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a `kvsafe-fs` tier towards the engine: refused ones, and counts for metrics."""
+"""The files of a `kvsafe-fs` tier towards the engine: refused ones, KV events, and counts."""
 
-from collections import Counter
+import queue
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.v1.kv_offload.base import (
+    Locality,
+    Medium,
     OffloadingCounterMetadata,
+    OffloadingEvent,
     OffloadingGaugeMetadata,
     OffloadingMetricMetadata,
     OffloadKey,
@@ -15,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvsafe.engine.objects import NOT_THE_OBJECTS_FAULT, NoteObject
 from kvsafe.seal.refusal import Refusal, RefusalKind
-from kvsafe.tiers import ChunkStore, Flaw
+from kvsafe.tiers import SUFFIX, ChunkStore, Flaw
 
 OPERATIONS = "kvsafe:fs_operations"
 EVICTED = "kvsafe:fs_evicted"
@@ -49,6 +54,62 @@ class FsTierObjects:
         refusal = Refusal.of(RefusalKind.TIER_OBJECT, flaw.field, flaw.expected, flaw.found)
         if self.on_refusal is not None:
             self.on_refusal(OffloadKey(name), refusal, moved)
+
+
+class FsEvents:
+    """KV events of one tier: what it has stored, and what of that has gone again.
+
+    What other processes store or remove in the same folder is not told, nor what this one
+    stored before its last `LIMIT` chunks.
+    """
+
+    LIMIT = 1 << 18
+
+    def __init__(self, store: ChunkStore, locality: Locality | None) -> None:
+        self._locality = locality
+        self._told: OrderedDict[bytes, OffloadKey] = OrderedDict()
+        self._on_their_way: dict[bytes, bool] = {}
+        self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._events: list[OffloadingEvent] = []
+        store.room.on_gone = self._gone.put
+
+    def begin(self, names: Iterable[bytes]) -> None:
+        """These chunks are being stored; each may be evicted again before that is known."""
+        self._on_their_way.update(dict.fromkeys(names, True))
+
+    def end(self, chunks: Iterable[tuple[bytes, OffloadKey, bool]]) -> None:
+        """Stores have ended: name, key, and whether it is in the tier now."""
+        self._remove_gone()
+        new = {}
+        for name, key, good in chunks:
+            if self._on_their_way.pop(name, True) and good:
+                new[name] = key
+        self._told.update(new)
+        while len(self._told) > self.LIMIT:
+            self._told.popitem(last=False)
+        self._add(list(new.values()), removed=False)
+
+    def take(self) -> list[OffloadingEvent]:
+        """The events since the last call."""
+        self._remove_gone()
+        events, self._events = self._events, []
+        return events
+
+    def _remove_gone(self) -> None:
+        keys = []
+        for _ in range(self._gone.qsize()):
+            name = bytes.fromhex(self._gone.get().removesuffix(SUFFIX))
+            if name in self._told:
+                keys.append(self._told.pop(name))
+            elif name in self._on_their_way:
+                self._on_their_way[name] = False
+        self._add(keys, removed=True)
+
+    def _add(self, keys: list[OffloadKey], *, removed: bool) -> None:
+        if keys:
+            self._events.append(
+                OffloadingEvent(keys, Medium.STORAGE, removed, locality=self._locality)
+            )
 
 
 def fs_metric_definitions() -> dict[str, OffloadingMetricMetadata]:

@@ -4,7 +4,8 @@
 Under `KVSafeSpec` rows come sealed and are opened by `ProvingTier`, once per promotion, so
 the tier itself judges nothing but kind, length, owner and links of a file. Loads go through
 a private buffer per thread: a read that returns after its deadline lands there and never in
-a row that belongs to somebody else by then.
+a row that belongs to somebody else by then. Under vLLM's own spec `SealingFsTier`
+(`second_door.py`) takes its place.
 """
 
 import time
@@ -21,6 +22,7 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadingMetricMetadata,
     OffloadKey,
     ReqContext,
@@ -31,7 +33,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvsafe.engine.config.problems import ConfigError, Refused, under
 from kvsafe.engine.config.tiers import check_kvsafe_fs
-from kvsafe.engine.fs_objects import FsTally, FsTierObjects, fs_metric_definitions
+from kvsafe.engine.fs_objects import FsEvents, FsTally, FsTierObjects, fs_metric_definitions
 from kvsafe.engine.journal import logger
 from kvsafe.seal.refusal import RefusalKind
 from kvsafe.tiers import (
@@ -56,11 +58,14 @@ _AT_ONCE_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
-class _Job:
-    """A transfer under way: its names, how many are open, which succeeded."""
+class Job:
+    """A transfer under way: keys, their object names and rows, what is open, what succeeded."""
 
-    names: list[OffloadKey]
+    keys: list[OffloadKey]
+    names: list[bytes]
+    rows: list[int]
     load: bool
+    epoch: int
     started: float
     open: int
     good: set[int] = field(default_factory=set)
@@ -81,31 +86,32 @@ class KVSafeFsTier(SecondaryTierManager):
         **options: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        chosen = _checked(options)
+        chosen = checked_options(options)
         if "locality" in chosen:
             self.locality = Locality(chosen["locality"])
-        station = getattr(offloading_spec, "station", None)
-        if station is None:
-            raise ValueError(
-                f"{TIER_TYPE} takes sealed rows: use it under KVSafeConnector, not under "
-                "vLLM's TieringOffloadingSpec"
-            )
         self._deadline_s = float(chosen.get("deadline_s", 10.0))
         self._row_bytes = int(self.block_size_bytes)
         self._rows = memoryview(primary_kv_view).cast("B")
-        setting = _setting(chosen, self._row_bytes, station.config.quarantine)
+        file_bytes, quarantine = self._prepare(offloading_spec)
+        setting = _setting(chosen, file_bytes, quarantine)
         self.store = ChunkStore(setting, calls)
         self.objects = FsTierObjects(self.store)
-        self._buffers = ThreadBuffers(self._row_bytes)
+        wanted = getattr(offloading_spec, "kv_events_config", None)
+        self.events = (
+            FsEvents(self.store, self.locality)
+            if getattr(wanted, "enable_kv_cache_events", False)
+            else None
+        )
+        self._buffers = ThreadBuffers(file_bytes)
         self._desk = LookupDesk()
         # Small rows go several to a thread at once: handing over costs as much as reading.
-        self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // self._row_bytes))
+        self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // file_bytes))
         self._clock = self.store.calls.clock
         threads = int(chosen.get("threads", 16))
         # Half prefers loads, half stores; lookups have a thread that never transfers.
         teams = [(LOAD, STORE) if place % 2 == 0 else (STORE, LOAD) for place in range(threads)]
         self._pool = Pool([(LOOK,), *teams], self._deadline_s, threads, self.store.calls.clock)
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
         self._finished: list[JobResult] = []
         self._tally = FsTally(self.store, tier_type)
         logger.info(
@@ -117,6 +123,25 @@ class KVSafeFsTier(SecondaryTierManager):
             threads,
         )
 
+    def _prepare(self, offloading_spec: Any) -> tuple[int, str]:
+        """Bytes of a file, and what becomes of a refused one unless the tier's options say it."""
+        station = getattr(offloading_spec, "station", None)
+        if station is None:
+            raise ValueError(
+                f"{TIER_TYPE} takes sealed rows: use it under KVSafeConnector, or under vLLM's "
+                'TieringOffloadingSpec as {"type": "SealingFsTier", '
+                '"module_path": "kvsafe.engine.second_door", ...}'
+            )
+        return self._row_bytes, str(station.config.quarantine)
+
+    def _name(self, key: OffloadKey) -> bytes:
+        """What the store knows a chunk by: under `KVSafeSpec` keys are names already."""
+        return bytes(key)
+
+    def _epoch(self) -> int:
+        """The epoch in which a job begins: of no concern where rows come sealed."""
+        return 0
+
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """No wishes."""
         return RequestOffloadingContext()
@@ -127,7 +152,7 @@ class KVSafeFsTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT, MISS, or RETRY while the answer is on its way (never longer than deadlines)."""
-        found = self._desk.ask(bytes(key), req_context.req_id)
+        found = self._desk.ask(self._name(key), req_context.req_id)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
@@ -149,46 +174,64 @@ class KVSafeFsTier(SecondaryTierManager):
         """Load rows; each one succeeds or fails by itself."""
         self._submit(job_metadata, LOAD)
 
-    def _submit(self, job: TransferJob, lane: int) -> None:
-        names = list(job.keys)
-        work = self._load_some if lane == LOAD else self._store_some
-        self._jobs[job.job_id] = _Job(names, lane == LOAD, time.monotonic(), len(names))
-        if not names:
-            self._end(job.job_id)
+    def _submit(self, given: TransferJob, lane: int) -> None:
+        keys = list(given.keys)
+        job = Job(
+            keys=keys,
+            names=[self._name(key) for key in keys],
+            rows=[int(row) for row in given.chunk_ids],
+            load=lane == LOAD,
+            epoch=self._epoch(),
+            started=time.monotonic(),
+            open=len(keys),
+        )
+        self._jobs[given.job_id] = job
+        if self.events is not None and not job.load:
+            self.events.begin(job.names)
+        if not keys:
+            self._end(given.job_id)
             return
-        rows = [int(row) for row in job.chunk_ids]
+        work = self._load_some if job.load else self._store_some
         pieces: list[tuple[Hashable, Callable[[Ticket], object]]] = []
-        for at in range(0, len(names), self._at_once):
-            part = slice(at, at + self._at_once)
-            pairs = list(zip(names[part], rows[part], strict=True))
-            pieces.append(((job.job_id, at, len(pairs)), partial(work, pairs)))
+        for first in range(0, len(keys), self._at_once):
+            places = range(first, min(first + self._at_once, len(keys)))
+            pieces.append(((given.job_id, first, len(places)), partial(work, job, places)))
         self._pool.submit_all(lane, pieces)
 
     def _row(self, row: int) -> memoryview:
         return self._rows[row * self._row_bytes : (row + 1) * self._row_bytes]
 
-    def _store_some(self, pairs: list[tuple[OffloadKey, int]], ticket: Ticket) -> list[Outcome]:
+    def _store_some(self, job: Job, places: range, ticket: Ticket) -> list[Outcome]:
         outcomes = []
-        for name, row in pairs:
+        for place in places:
             if not ticket.renew(self._clock()):
                 break
-            with self._row(row) as view:
-                outcomes.append(self.store.put(name, view, wanted=lambda: ticket.wanted))
+            with self._row(job.rows[place]) as row:
+                outcomes.append(self._store_one(job, place, row, ticket))
         return outcomes
 
-    def _load_some(self, pairs: list[tuple[OffloadKey, int]], ticket: Ticket) -> list[Outcome]:
+    def _store_one(self, job: Job, place: int, row: memoryview, ticket: Ticket) -> Outcome:
+        return self.store.put(job.names[place], row, wanted=lambda: ticket.wanted)
+
+    def _load_some(self, job: Job, places: range, ticket: Ticket) -> list[Outcome]:
         buffer = self._buffers.get()
         outcomes = []
-        for name, row in pairs:
+        for place in places:
             if not ticket.renew(self._clock()):
                 break
-            outcome = self.store.get(name, buffer)
+            outcome = self._load_one(job, place, buffer)
             # From the claim to the end of the copy the row cannot be given away.
             if outcome.good and ticket.claim():
-                with self._row(row) as view:
-                    copy(view, buffer)
+                with self._row(job.rows[place]) as row:
+                    self._fill_row(row, buffer)
             outcomes.append(outcome)
         return outcomes
+
+    def _load_one(self, job: Job, place: int, buffer: memoryview) -> Outcome:
+        return self.store.get(job.names[place], buffer)
+
+    def _fill_row(self, row: memoryview, buffer: memoryview) -> None:
+        copy(row, buffer)
 
     def _collect(self) -> None:
         for tag, result in self._pool.poll():
@@ -211,16 +254,19 @@ class KVSafeFsTier(SecondaryTierManager):
             self.store.counts[outcome.answer.value] += 1
         if job.load and not outcome.good:
             # Else the same request would come for it again and again.
-            self._desk.settle([bytes(job.names[place])], False)
+            self._desk.settle([job.names[place]], False)
         elif not job.load and outcome.good:
-            self._desk.settle([bytes(job.names[place])], True)
+            self._desk.settle([job.names[place]], True)
         if job.open == 0:
             self._end(job_id)
 
     def _end(self, job_id: int) -> None:
         job = self._jobs.pop(job_id)
-        whole = len(job.good) == len(job.names)
-        good = tuple(job.names[place] for place in sorted(job.good))
+        whole = len(job.good) == len(job.keys)
+        good = tuple(job.keys[place] for place in sorted(job.good))
+        if self.events is not None and not job.load:
+            places = range(len(job.keys))
+            self.events.end((job.names[at], job.keys[at], at in job.good) for at in places)
         self._finished.append(
             JobResult(
                 job_id=job_id,
@@ -237,6 +283,10 @@ class KVSafeFsTier(SecondaryTierManager):
         finished, self._finished = self._finished, []
         return finished
 
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What was stored, and what of it has gone, if the engine wants KV events."""
+        return () if self.events is None else self.events.take()
+
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping: deadlines are looked at in its steps."""
         return bool(self._jobs)
@@ -250,7 +300,7 @@ class KVSafeFsTier(SecondaryTierManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note names as used; the marks on the disk are set in batches, in the background."""
-        self.store.touch(bytes(key) for key in keys)
+        self.store.touch(self._name(key) for key in keys)
 
     def shutdown(self) -> None:
         """End threads and give room back. A thread that is stuck in a call is left behind."""
@@ -274,7 +324,8 @@ class KVSafeFsTier(SecondaryTierManager):
         return self._tally.stats(self._pool.counts.stuck)
 
 
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
+def checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a tier by the table of `kvsafe-fs`. Raises `ConfigError`."""
     given: dict[object, object] = {"type": TIER_TYPE}
     given.update(options)
     try:
@@ -283,11 +334,11 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{TIER_TYPE}:", under(TIER_TYPE, refused.problems)) from None
 
 
-def _setting(chosen: dict[str, Any], row_bytes: int, quarantine: str) -> StoreSetting:
+def _setting(chosen: dict[str, Any], file_bytes: int, quarantine: str) -> StoreSetting:
     names = ("capacity_bytes", "reserve_bytes", "ttl_s", "sync", "direct_io")
     return StoreSetting(
         root=str(Path(chosen["root_dir"]).expanduser()),
-        row_bytes=row_bytes,
+        row_bytes=file_bytes,
         quarantine=chosen.get("quarantine", quarantine),
         flaw_number=int(RefusalKind.TIER_OBJECT),
         **{name: chosen[name] for name in names if name in chosen},

@@ -6,7 +6,7 @@ chunk that a worker refused is withdrawn; a reset raises the epoch before anythi
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -27,11 +27,13 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from kvsafe.engine.counters import SEALED, STORES_FAILED, Counters
 from kvsafe.engine.epochs import EpochKeeper
 from kvsafe.engine.journal import RefusalJournal
+from kvsafe.engine.parking import Parking
 from kvsafe.engine.primary import SealedPrimaryTier
 from kvsafe.engine.sealwork import SealedBatch, SealWork
 from kvsafe.engine.station import Station
 from kvsafe.engine.transfer import ChunkFailure, SealedRowsSpec
 from kvsafe.engine.verdicts import Verdicts
+from kvsafe.engine.waits import Claims, Waits
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.seal.sealing import HeaderSealer
 
@@ -71,7 +73,12 @@ class KVSafeManager(TieringOffloadingManager):
         self._threads = threads
         self._seals = SealWork(threads)
         self._issued: dict[OffloadKey, IssuedStore | Refusal] = {}
+        # Of these, stores whose refusal a worker has reported (and `fail_chunks` has counted).
+        self._told: set[OffloadKey] = set()
         self._lost: Counter[tuple[str, OffloadKey]] = Counter()
+        self.waits = Waits(station.config.load_deadline_s)
+        self._claims = Claims()
+        self._parking = Parking(primary_tier.generation_of)
         # Now, not at the first store: documents that do not fit a header must stop the start.
         self._sealer: HeaderSealer = station.header_sealer()
 
@@ -82,19 +89,76 @@ class KVSafeManager(TieringOffloadingManager):
         *,
         exclude_tier_idx: int | None = None,
     ) -> LookupResult:
-        """vLLM's answer, but a write that is over its deadline is a miss, not a wait."""
-        if not self._epochs.certain:
+        """vLLM's answer, but every wait ends: over its deadline, or begun twice, it is a miss."""
+        if not self._epochs.certain or self.primary_tier.stopped:
             return LookupResult.MISS
-        result = super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
-        if result is LookupResult.HIT_PENDING:
+        result = self._look(key, req_context, exclude_tier_idx)
+        if result is LookupResult.HIT:
+            self._await(key, req_context)
+        elif result is LookupResult.HIT_PENDING:
             limit = self._station.config.load_deadline_s
             if self.primary_tier.pending_for(key) > limit:
                 self._note_overdue(key, limit)
                 return LookupResult.MISS
+            self._await(key, req_context)
             self._verdicts.waits(req_context.req_id, key)
         elif result is LookupResult.MISS and self._verdicts.has_to_fail(req_context.req_id, key):
             return LookupResult.HIT
         return result
+
+    def _look(
+        self, key: OffloadKey, req_context: ReqContext, exclude_tier_idx: int | None
+    ) -> LookupResult:
+        request = req_context.req_id
+        if self.waits.is_spent(request, key):
+            # Promoted for this request before. If it is gone again, it is not fetched again.
+            self._maybe_process_finished_jobs()
+            return self.primary_tier.lookup(key, req_context)
+        result = super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
+        if result is LookupResult.RETRY and self.waits.tires(request):
+            return LookupResult.MISS
+        return result
+
+    def _cascade_existing_chunks_to_request_level_tiers(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        request_level_tiers: set[int],
+    ) -> None:
+        super()._cascade_existing_chunks_to_request_level_tiers(
+            keys, req_context, request_level_tiers
+        )
+        request = req_context.req_id
+        self._parking.park(request, self._req_state[request].pending_cascade_keys)
+
+    def _flush_pending_cascades(self) -> None:
+        """vLLM's flush, of keys whose write is still the one that they were parked for."""
+        for request, state in list(self._req_state.items()):
+            if state.pending_cascade_keys:
+                held = self._parking.waiting(request, state.pending_cascade_keys)
+                state.pending_cascade_keys = held
+                if not held:
+                    self._maybe_finalize_request(request)
+        super()._flush_pending_cascades()
+        self._parking.keep(
+            (request, key)
+            for request, state in self._req_state.items()
+            for key in state.pending_cascade_keys
+        )
+
+    def _await(self, key: OffloadKey, req_context: ReqContext) -> None:
+        self.waits.tell(req_context.req_id, key)
+        self.primary_tier.shield.cover(key)
+
+    def _initiate_promotion(self, tier_idx: int, key: OffloadKey, req_context: ReqContext) -> bool:
+        """vLLM's promotion, into a row that nobody awaits and no store has a claim to."""
+        if self._claims:
+            return False
+        self.primary_tier.shield.lift(self.waits.awaited)
+        begun = bool(super()._initiate_promotion(tier_idx, key, req_context))
+        if begun:
+            self.waits.start_promotion(req_context.req_id, key)
+        return begun
 
     def _note_overdue(self, key: OffloadKey, limit: float) -> None:
         if self.primary_tier.note_overdue(key):
@@ -108,13 +172,26 @@ class KVSafeManager(TieringOffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """vLLM's answer; nothing is stored while the epoch is not certain."""
-        if not self._epochs.certain:
+        if not self._epochs.certain or self.primary_tier.stopped:
             return None
-        return super().prepare_store(keys, req_context)
+        output = super().prepare_store(keys, req_context)
+        if output is not None:
+            self._claims.drop(req_context.req_id)
+        elif len(keys) <= self.primary_tier.num_rows:
+            self._claims.make(req_context.req_id)
+        return output
 
     def issue_store(self, key: OffloadKey, issued: "IssuedStore | Refusal") -> None:
         """Note what the store job that was just built will write, or why it will not."""
         self._issued[key] = issued
+
+    def note_failed_stores(self, failures: Iterable[ChunkFailure]) -> None:
+        """Stores that a worker did not finish: not sealed, and not counted a second time."""
+        for failure in failures:
+            key = OffloadKey(failure.key)
+            if not failure.load and key in self._issued:
+                self._issued[key] = failure.refusal
+                self._told.add(key)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin rows for a load; a chunk that is gone since its lookup fails the load.
@@ -150,6 +227,8 @@ class KVSafeManager(TieringOffloadingManager):
     ) -> None:
         """vLLM's end of a request."""
         self._verdicts.forget(req_context.req_id)
+        self.waits.forget(req_context.req_id)
+        self._claims.drop(req_context.req_id)
         super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -171,6 +250,9 @@ class KVSafeManager(TieringOffloadingManager):
         """vLLM's end of step, and a look whether another process has raised the epoch."""
         self._epochs.poll()
         super().on_schedule_end(context)
+        self.primary_tier.shield.lower()
+        self._claims.end_step()
+        self.primary_tier.end_step()
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -203,9 +285,13 @@ class KVSafeManager(TieringOffloadingManager):
         for batch in batches:
             failed = {**self._overtaken(batch.keys), **batch.refusals}
             for key, refusal in failed.items():
+                if key in self._told:
+                    self._told.discard(key)
+                    continue
                 self.counters.refused(refusal, HOST_TIER)
                 self._journal.note(refusal, key, HOST_TIER)
             sealed = [key for key in batch.keys if key not in failed]
+            self.primary_tier.note_proven(sealed)
             self._finish_store(sealed, failed, batch.req_context)
 
     def _overtaken(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, Refusal]:
@@ -226,6 +312,7 @@ class KVSafeManager(TieringOffloadingManager):
     ) -> None:
         for key in failed:
             self._issued.pop(key, None)
+            self._told.discard(key)
         if failed:
             self.counters.add(STORES_FAILED, len(failed))
         if not sealed:
@@ -271,7 +358,11 @@ class KVSafeManager(TieringOffloadingManager):
         self.settle()
         super().reset_cache()
         self._issued.clear()
+        self._told.clear()
+        self._parking.clear()
         self._lost.clear()
+        self.waits.clear()
+        self._claims.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """vLLM's statistics and ours."""

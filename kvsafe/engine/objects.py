@@ -23,6 +23,8 @@ from kvsafe.engine.journal import logger
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 QUARANTINE_FOLDER = "kvsafe-quarantine"
+QUARANTINE_LIMIT = 1024
+"""Most objects that are moved aside. Then refused ones stay in place: nothing is deleted."""
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 NOT_THE_OBJECTS_FAULT = (RefusalKind.EPOCH_UNKNOWN, RefusalKind.COPY_FAULT, RefusalKind.FENCE)
@@ -58,6 +60,7 @@ class FsObjects:
         self._row_bytes = int(tier.block_size_bytes)
         self._aside = root / QUARANTINE_FOLDER
         self._policy = policy
+        self._told_full = False
         self.on_refusal: NoteObject | None = None
 
     def path(self, name: OffloadKey) -> str:
@@ -95,23 +98,39 @@ class FsObjects:
             # A revoked chunk is whole but worthless for ever; keeping it aside proves nothing.
             if self._policy == "remove" or refusal.kind is RefusalKind.EPOCH_REVOKED:
                 _remove(path)
-            else:
-                self._move_aside(path, refusal)
+            elif not self._move_aside(path, refusal):
+                return False
         except OSError as exc:
             logger.warning("kvsafe: a refused object stays in place: %s", exc.strerror)
             return False
         return True
 
-    def _move_aside(self, path: str, refusal: Refusal) -> None:
+    def _move_aside(self, path: str, refusal: Refusal) -> bool:
+        """False if there is no place for one more: it stays, and is refused whenever it is met."""
         fd = self._make_aside()
         try:
+            if len(os.listdir(fd)) >= QUARANTINE_LIMIT:
+                self._tell_full()
+                return False
             name = f"{refusal.number}-{Path(path).name}"
             if _stands(name, fd):
                 # A folder that holds something cannot be replaced: it would block for ever.
                 name = f"{name}.{secrets.token_hex(8)}"
             os.rename(path, name, dst_dir_fd=fd)
+            self._told_full = False
+            return True
         finally:
             os.close(fd)
+
+    def _tell_full(self) -> None:
+        if not self._told_full:
+            self._told_full = True
+            logger.warning(
+                "kvsafe: %s holds %d refused objects: further ones stay in place, look at them "
+                "and empty it",
+                self._aside,
+                QUARANTINE_LIMIT,
+            )
 
     def _make_aside(self) -> int:
         """Open a folder of our own that nobody else can look into; a link is not taken for it.

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from vllm.v1.kv_offload.base import OffloadKey
+
 from kvsafe.engine.journal import logger
 
 
@@ -25,6 +27,14 @@ class RowKeeper(Protocol):
 
     def give_back(self, rows: Iterable[int]) -> None:
         """These rows may be used again."""
+        ...
+
+    def ready(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Those of the keys whose chunks may be read."""
+        ...
+
+    def note_proven(self, keys: Iterable[OffloadKey]) -> None:
+        """What was promoted for these keys was opened."""
         ...
 
 
@@ -52,6 +62,10 @@ class JobWatch:
         """A job goes to the tier; `written_rows` are those that it writes into."""
         self._running[job] = _Watched(time.monotonic(), limit_s, tuple(written_rows))
 
+    def knows(self, job: int) -> bool:
+        """Whether the tier was given this job and has not reported it yet."""
+        return job in self._running or job in self._given_up
+
     def end(self, job: int) -> bool:
         """The tier has reported a job. False if it was given up before: then ignore it."""
         if self._running.pop(job, None) is not None:
@@ -64,15 +78,16 @@ class JobWatch:
     def overdue(self) -> list[int]:
         """Give up and return the jobs that have taken longer than they may."""
         now = time.monotonic()
-        return self._give_up(
+        return self.give_up(
             [job for job, seen in self._running.items() if now - seen.since > seen.limit_s]
         )
 
     def give_up_all(self) -> list[int]:
         """Give up and return every job that is running."""
-        return self._give_up(list(self._running))
+        return self.give_up(list(self._running))
 
-    def _give_up(self, jobs: list[int]) -> list[int]:
+    def give_up(self, jobs: list[int]) -> list[int]:
+        """Wait for these no longer; rows that they write into are kept apart. Returns them."""
         for job in jobs:
             rows = self._running.pop(job).written_rows
             self._given_up[job] = rows

@@ -7,16 +7,20 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 CONNECTOR_NAME = "KVSafeConnector"
 SPEC_NAME = "KVSafeSpec"
-TIER_NAME = "kvsafe-fs"
+TIERS = {
+    "kvsafe-fs": ("kvsafe.engine.fs_tier", "KVSafeFsTier"),
+    "kvsafe-lmcache": ("kvsafe.engine.lmcache_tier", "KVSafeLmcacheTier"),
+}
 
 
 def register() -> None:
-    """Register connector, spec and tier by name. vLLM calls this in every process, some twice."""
+    """Register connector, spec and tiers by name. vLLM calls this in every process, some twice."""
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             CONNECTOR_NAME, "kvsafe.engine.connector", CONNECTOR_NAME
         )
     if SPEC_NAME not in OffloadingSpecFactory._registry:
         OffloadingSpecFactory.register_spec(SPEC_NAME, "kvsafe.engine.spec", SPEC_NAME)
-    if TIER_NAME not in SecondaryTierFactory._registry:
-        SecondaryTierFactory.register_tier(TIER_NAME, "kvsafe.engine.fs_tier", "KVSafeFsTier")
+    for name, (module, tier) in TIERS.items():
+        if name not in SecondaryTierFactory._registry:
+            SecondaryTierFactory.register_tier(name, module, tier)

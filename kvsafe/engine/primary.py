@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
@@ -19,8 +20,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
+from kvsafe.engine.shield import Shield
 from kvsafe.engine.transfer import SealedRowsSpec
 from kvsafe.host import HostRegion
+from kvsafe.seal.layout import FIXED
 
 
 class EpochSource(Protocol):
@@ -66,6 +69,8 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
             cache_policy_module_path=cache_policy_module_path,
             enable_events=enable_events,
         )
+        self.shield = Shield(self._policy)
+        self._region = region
         self._ledger = region.ledger
         self._epochs = epochs
         self._withdrawn: set[OffloadKey] = set()
@@ -73,6 +78,12 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         self._held_back: set[int] = set()
         self._overdue: set[OffloadKey] = set()
         self._row_epochs = [0] * region.shape.num_rows
+        self._row_keys: list[OffloadKey | None] = [None] * region.shape.num_rows
+
+    @property
+    def num_rows(self) -> int:
+        """How many chunks there is room for."""
+        return int(self._num_chunks)
 
     def row_of(self, key: OffloadKey) -> int | None:
         """The row that holds `key`, ready or not."""
@@ -83,6 +94,17 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         """The generation of the row that holds `key`."""
         row = self.row_of(key)
         return None if row is None else self._ledger.generation(row)
+
+    def covers(self, key: OffloadKey, slots: Iterable[int]) -> bool:
+        """Whether the row of `key` says that these blocks of it were written.
+
+        For planning alone: the worker judges the whole row, this looks at a few of its bytes.
+        """
+        row = self.row_of(key)
+        if row is None:
+            return False
+        bits, at = self._region.row(row), FIXED.size + len(key)
+        return all(bits[at + (slot >> 3)] >> (slot & 7) & 1 for slot in slots)
 
     def pending_for(self, key: OffloadKey) -> float:
         """Seconds for which the write of `key` has been in flight (0 if it is not)."""
@@ -126,11 +148,16 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         sealed_in: int = self._row_epochs[chunk.chunk_id]
         return sealed_in != self._epochs.epoch
 
+    def _prepare_load(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, *, record_access: bool
+    ) -> LoadStoreSpec:
+        self.shield.uncover(keys)
+        return super()._prepare_load(keys, req_context, record_access=record_access)
+
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin; a withdrawn chunk leaves with its last pin."""
         super().complete_load(keys, req_context)
-        if self._withdrawn:
-            self.withdraw([key for key in keys if key in self._withdrawn])
+        self._unpinned(keys)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -160,6 +187,21 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
             self.events.append(OffloadingEvent(keys=removed, medium=self.medium, removed=True))
         return removed
 
+    def _unpinned(self, keys: Collection[OffloadKey]) -> None:
+        if self._withdrawn:
+            self.withdraw([key for key in keys if key in self._withdrawn])
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing may be offered or stored any more (a monitor's word)."""
+        return False
+
+    def note_proven(self, keys: Iterable[OffloadKey]) -> None:
+        """These chunks were sealed, or opened after a promotion; of interest to a monitor."""
+
+    def end_step(self) -> None:
+        """A scheduler step is over; of interest to a monitor."""
+
     def hold_back(self, rows: Iterable[int]) -> None:
         """Give these rows to nobody until they are returned: something may still write there."""
         self._held_back.update(rows)
@@ -178,6 +220,8 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
     def reset_cache(self) -> None:
         """Forget every chunk; rows get new generations when they are allocated again."""
         super().reset_cache()
+        self.shield.clear()
+        self._drop_events()
         if self._held_back:
             # vLLM begins again at row 0; with rows held back, the free list says what there is.
             self._num_allocated_chunks = self._num_chunks
@@ -187,8 +231,23 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         self._pending_since.clear()
         self._overdue.clear()
 
+    def _drop_events(self) -> None:
+        """What nobody has heard of yet would be announced although it is gone."""
+        if self.events is not None:
+            self.events.clear()
+
+    def written(self) -> list[OffloadKey]:
+        """Every chunk that was written and is still here."""
+        held = enumerate(self._row_keys)
+        return [key for row, key in held if key is not None and self._is_written(key, row)]
+
+    def _is_written(self, key: OffloadKey, row: int) -> bool:
+        chunk = self._policy.get(key)
+        return chunk is not None and chunk.chunk_id == row and chunk.ref_cnt >= 0
+
     def _remove_idle(self, key: OffloadKey, chunk: ChunkStatus) -> None:
         self._policy.remove(key)
+        self.shield.drop(key)
         self._num_evictable_cache_chunks -= 1
         self._free_chunk(chunk)
         self._withdrawn.discard(key)
@@ -199,6 +258,7 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
         for key, chunk in zip(keys, chunks, strict=True):
             self._ledger.allocate(chunk.chunk_id)
             self._row_epochs[chunk.chunk_id] = epoch
+            self._row_keys[chunk.chunk_id] = key
             self._pending_since[key] = now
         return chunks
 

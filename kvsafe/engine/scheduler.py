@@ -4,7 +4,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     RequestOffloadState,
 )
 from vllm.v1.kv_offload.base import (
+    OffloadingEvent,
     OffloadKey,
     ReqContext,
     make_offload_key,
@@ -33,16 +34,21 @@ from kvsafe.engine.adapters import (
 from kvsafe.engine.journal import logger
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
 from kvsafe.engine.placer import Placer
+from kvsafe.engine.prompts import attach_prompt
+from kvsafe.engine.retired import TransferRows
+from kvsafe.engine.source import SourceCheck
 from kvsafe.engine.transfer import (
     ChunkFailure,
     KVSafeWorkerMetadata,
     SealedRowsSpec,
     SlotBlocks,
 )
+from kvsafe.engine.windows import give_up_stored_blocks, wanted_slots, windowed_groups
 from kvsafe.seal.header import bitmap
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 _REST_S = 0.0005
+_MATCH_TRIES = 4
 
 
 @dataclass(slots=True)
@@ -82,12 +88,17 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         self._adapters = adapters
         self._failed_loads: set[int] = set()
         self._placer = Placer(self.config, self._req_status)
+        self._windowed = windowed_groups(self.config)
+        self._source = SourceCheck(self.config, self._req_status, self._placer, self._windowed)
+        self._transfer_rows = TransferRows(self.config.num_workers)
+        self._reset_events: list[Any] = []
 
     # Requests and adapters
 
     def on_new_request(self, request: Any) -> None:
         """Begin a request; with an adapter its keys are bound to the adapter's content."""
         super().on_new_request(request)
+        attach_prompt(self._req_status[request.request_id].req_context, request)
         if request.lora_request is not None:
             status = self._req_status[request.request_id]
             self._req_status[request.request_id] = self._bound_state(status, request)
@@ -130,10 +141,35 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         if isinstance(status, AdapterRequestState) and status.answer is not None:
             fresh = status.answer.storable or num_computed_tokens == 0
             status.max_offload_tokens = status.offload_limit if fresh else 0
-        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
-            request, num_computed_tokens, max_num_new_tokens
-        )
-        return matched
+        self.manager.waits.begin(request.request_id)
+        found = self._covered_match(request, num_computed_tokens, max_num_new_tokens)
+        self.manager.waits.end(request.request_id)
+        return found
+
+    def _covered_match(
+        self, request: Any, local: int, limit: int | None
+    ) -> tuple[int | None, bool]:
+        """vLLM's match, shortened until every chunk of it holds the blocks that will be read."""
+        for _ in range(_MATCH_TRIES):
+            matched, later = super().get_num_new_matched_tokens(request, local, limit)
+            if not matched or self._is_covered(request.request_id, local, local + matched):
+                return matched, later
+            limit = matched - 1
+        nothing: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, local, 0)
+        return nothing
+
+    def _is_covered(self, req_id: str, local: int, total: int) -> bool:
+        status, per_chunk = self._req_status[req_id], self.config.blocks_per_chunk
+        if per_chunk == 1:
+            return True
+        covers = self.manager.primary_tier.covers
+        for index in self._windowed:
+            keys = status.group_states[index].offload_keys
+            group = self.config.kv_group_configs[index]
+            for chunk, slots in wanted_slots(group, per_chunk, local, total):
+                if not covers(keys[chunk], slots):
+                    return False
+        return True
 
     def _make_boundary_key(
         self, request: Any, group_idx: int, boundary_tokens: int, req_context: ReqContext
@@ -153,25 +189,48 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         """vLLM's bookkeeping of a load, then the exact place of every block."""
         first = self._job_counter
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self.manager.waits.loads(request.request_id)
+        else:
+            self.manager.waits.forget(request.request_id)
         for job_id in range(first, self._job_counter):
             job = self._current_batch_load_jobs.get(job_id)
             if job is not None:
                 self._placer.place_load(job)
+                self._note_rows(job_id, job.src_spec)
+
+    def _note_rows(self, job_id: int, spec: Any) -> None:
+        if isinstance(spec, SealedRowsSpec):
+            self._transfer_rows.begin(job_id, map(int, spec.block_ids))
 
     # Stores
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """vLLM's metadata of this step, then the exact place of every block to be stored."""
+        self._forget_preempted_blocks(scheduler_output.preempted_req_ids or ())
+        ended = scheduler_output.finished_req_ids or ()
+        self._source.note_offers([*scheduler_output.num_scheduled_tokens, *ended])
         with self._reloading_requests_spared(scheduler_output):
             meta = super().build_connector_meta(scheduler_output)
         if isinstance(meta, OffloadingConnectorMetadata):
-            for job in meta.store_jobs.values():
+            for job_id, job in meta.store_jobs.items():
+                self._note_rows(job_id, job.dst_spec)
                 self._placer.place_store(job)
                 self._announce_store(job)
         if not scheduler_output.total_num_scheduled_tokens and self.manager.has_pending_work():
             # Nothing to compute in this step: leave the interpreter to proofs and tiers.
             time.sleep(_REST_S)
         return meta
+
+    def _forget_preempted_blocks(self, preempted: Iterable[str]) -> None:
+        """A preempted request has no blocks any more, and may end before it gets new ones.
+
+        Its last token can still be on its way: then vLLM stores what its old blocks hold by then.
+        """
+        for req_id in preempted:
+            status = self._req_status.get(req_id)
+            for state in status.group_states if status is not None else ():
+                state.block_ids.clear()
 
     @contextlib.contextmanager
     def _reloading_requests_spared(self, scheduler_output: Any) -> Iterator[None]:
@@ -219,25 +278,12 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
 
     def _wrong_source(self, req_id: str, key: OffloadKey, blocks: SlotBlocks) -> Refusal | None:
         """Where the block pool knows what a block holds, it must be what the key says."""
-        pool, status = self.block_pool, self._req_status.get(req_id)
+        status = self._req_status.get(req_id)
         if isinstance(status, AdapterRequestState) and not self._adapter_is_current(status):
             return Refusal.of(
                 RefusalKind.SOURCE_HASH, "adapter", "the content of the key", "reloaded since"
             )
-        if pool is None or status is None:
-            return None
-        found = self._placer.find_chunk(req_id, key)
-        if found is None or found[0] not in self._placer.hashed_groups:
-            return None
-        index, chunk = found
-        config = self.config.kv_group_configs[index]
-        per_block = config.tokens_per_block // self.config.tokens_per_hash
-        for slot, block in blocks:
-            at = (chunk * self.config.blocks_per_chunk + slot + 1) * per_block - 1
-            refusal = _compare_source(pool, block, status.req.block_hashes, at)
-            if refusal is not None:
-                return refusal
-        return None
+        return self._source.judge(self.block_pool, req_id, key, blocks)
 
     def _adapter_is_current(self, status: AdapterRequestState) -> bool:
         return status.answer is not None and self._adapters.is_current(status.answer)
@@ -250,8 +296,10 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         if not isinstance(meta, KVSafeWorkerMetadata):
             super().update_connector_output(connector_output)
             return
+        self._transfer_rows.report(meta.completed_jobs, self.manager.primary_tier)
         self._failed_loads.update(item.job for item in meta.failures if item.load)
         self._rewind_requests(meta.failures)
+        self.manager.note_failed_stores(item for item in meta.failures if item.job in self._jobs)
         loads = {
             job_id: len(status.keys)
             for job_id in meta.completed_jobs
@@ -262,12 +310,17 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         self.manager.fail_chunks(meta.failures)
         self.manager.counters.worker_proofs(meta.counts)
 
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping; also until overtaken transfers were reported."""
+        return self._transfer_rows.owed or bool(super().has_pending_push_work())
+
     def _rewind_requests(self, failures: Iterable[ChunkFailure]) -> None:
         """Let the prefix that is about to be recomputed be offered for storing again."""
         for failure in failures:
             job = self._jobs.get(failure.job)
             status = None if job is None else self._req_status.get(job.req_id)
             if failure.load and status is not None:
+                give_up_stored_blocks(status, self._windowed)
                 for state in status.group_states:
                     state.next_stored_chunk_idx = 0
 
@@ -285,30 +338,33 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
     def reset_cache(self) -> None:
         """Forget everything; may be called again before the next step."""
         flush, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
+        self._transfer_rows.retire(self.manager.primary_tier)
+        for status in self._req_status.values():
+            give_up_stored_blocks(status, self._windowed)
+        self._take_back_announcements()
         super().reset_cache()
         self._current_batch_jobs_to_flush |= flush
         if self.block_pool is not None and not _holds_cached_blocks(self.block_pool):
             self._adapters.prefix_cache_reset()
         self._failed_loads.clear()
 
+    def _take_back_announcements(self) -> None:
+        """Tell listeners what a reset is about to drop, while it is known what was announced."""
+        primary = self.manager.primary_tier
+        if primary.events is None:
+            return
+        self._reset_events += super().take_events()
+        gone = primary.written()
+        if gone:
+            event = OffloadingEvent(keys=gone, medium=primary.medium, removed=True)
+            self._reset_events += self._events_tracker.take_events([event])
+
+    def take_events(self) -> Iterable[Any]:
+        """What a reset took back, then vLLM's events."""
+        events, self._reset_events = self._reset_events, []
+        yield from events
+        yield from super().take_events()
+
 
 def _holds_cached_blocks(pool: Any) -> bool:
     return any(block.block_hash is not None for block in pool.blocks)
-
-
-def _compare_source(
-    pool: Any, block: int, block_hashes: Sequence[bytes], at: int
-) -> Refusal | None:
-    held = pool.blocks[block]
-    known = held.block_hash
-    if known is None or at >= len(block_hashes):
-        return None
-    expected = block_hashes[at]
-    if known[:-4] == expected:
-        return None
-    others = pool.cached_block_hashes_by_block.get(block, ())
-    if any(other[:-4] == expected for other in others):
-        return None
-    return Refusal.of(
-        RefusalKind.SOURCE_HASH, f"block[{block}]", "the block of the key", "another block"
-    )

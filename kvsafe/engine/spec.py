@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The spec: vLLM's tiering spec, with sealed rows, a checked worker and proven tiers."""
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,15 +33,18 @@ from kvsafe.device import (
 from kvsafe.engine.counters import Counters, metric_definitions
 from kvsafe.engine.epochs import EpochKeeper
 from kvsafe.engine.journal import RefusalJournal, logger
+from kvsafe.engine.lmcache_probe import NOTE, note_document, probe_pages
+from kvsafe.engine.lmcache_tier import TIER_TYPE as LMCACHE_TIER
+from kvsafe.engine.lmcache_tier import KVSafeLmcacheTier
 from kvsafe.engine.manager import KVSafeManager
 from kvsafe.engine.names import ForeignNames, ObjectNames
 from kvsafe.engine.objects import adopt_objects
 from kvsafe.engine.patience import RowKeeper
-from kvsafe.engine.primary import SealedPrimaryTier
 from kvsafe.engine.proof import RowProof
 from kvsafe.engine.station import Station
 from kvsafe.engine.tier import ProofDesk, ProvingTier
 from kvsafe.engine.verdicts import Verdicts
+from kvsafe.engine.watched import primary_tier
 from kvsafe.engine.worker import KVSafeWorker
 from kvsafe.host import HostRegion
 
@@ -56,6 +60,8 @@ class Assembly:
     expectation: GeometryExpectation
     foreign: tuple[ForeignNames, ...]
     fail_loads: bool
+    layers: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's attention layers by name, as far as this process has built them."""
 
 
 class KVSafeSpec(TieringOffloadingSpec):
@@ -83,6 +89,7 @@ class KVSafeSpec(TieringOffloadingSpec):
         self._expectation = assembly.expectation
         self._foreign = assembly.foreign
         self._fail_loads = assembly.fail_loads
+        self._layers = assembly.layers
         self._lay_out_rows()
         self.epochs: EpochKeeper | None = None
 
@@ -122,7 +129,9 @@ class KVSafeSpec(TieringOffloadingSpec):
             station.epoch_file, announce, weights_survive_reset=config.weights_survive_reset
         )
         counters = Counters(config.suite, config.active_overrides)
-        primary = SealedPrimaryTier(
+        primary = primary_tier(
+            config.monitor,
+            counters,
             region,
             epochs,
             cache_policy=self.eviction_policy,
@@ -170,6 +179,9 @@ class KVSafeSpec(TieringOffloadingSpec):
         try:
             for index, options in enumerate(self.secondary_tier_configs):
                 inner = SecondaryTierFactory.create_secondary_tier(options, rows, self)
+                if isinstance(inner, KVSafeLmcacheTier):
+                    tiers.append(ProvingTier(inner, index, inner.join(desk, index), inner.objects))
+                    continue
                 root = str(options.get("root_dir", ""))
                 store = adopt_objects(inner, root, self.station.config.quarantine)
                 tiers.append(ProvingTier(inner, index, desk, store))
@@ -191,13 +203,19 @@ class KVSafeSpec(TieringOffloadingSpec):
         require_expectation(self._expectation, geometry)
         region = self.station.open_region(self.num_chunks)
         rank = int(self.config.parallel.rank)
-        self.station.register(rank, geometry.describe())
+        self.station.register(rank, geometry.describe(), self._page_notes(geometry))
         slot = 0 if self.replicated_layout else rank
         config = self.station.config
         proof = RowProof(self.station, region, slot, once=config.verify_loads == "once")
         copier = self._copier(geometry, self._window(region, slot), proof)
         groups = {group.group_id: index for index, group in enumerate(self.config.groups)}
         return KVSafeWorker(copier, proof, groups, config.store_deadline_s)
+
+    def _page_notes(self, geometry: Geometry) -> dict[str, object]:
+        """How the engine keeps its pages, where a tier has to know."""
+        if all(options.get("type") != LMCACHE_TIER for options in self.secondary_tier_configs):
+            return {}
+        return {NOTE: note_document(probe_pages(geometry, self._layers))}
 
     def _geometry(self, kv_caches: CanonicalKVCaches) -> Geometry:
         layers: dict[int, list[str]] = {}

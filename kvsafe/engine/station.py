@@ -7,10 +7,11 @@ reaches the others through the host region.
 """
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvsafe.engine.config import KVSafeConfig
-from kvsafe.host import HostRegion, RegionError, RegionShape
+from kvsafe.host import HostRegion, RegionShape
 from kvsafe.seal.cbor import decode, encode
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.header import Header
@@ -116,12 +117,26 @@ class Station:
             ranks.setdefault(self._judge_note(rank, note), []).append(rank)
         return encode({"workers": [[owners, document] for document, owners in ranks.items()]})
 
-    def register(self, rank: int, geometry: dict[str, object]) -> None:
-        """Leave what this worker found at registration for the other processes."""
+    def register(
+        self, rank: int, geometry: dict[str, object], more: Mapping[str, object] | None = None
+    ) -> None:
+        """Leave what this worker found at registration for the other processes.
+
+        `more` are notes that are no part of the geometry; `notes` reads them.
+        """
         if self.region is None:
             raise StationError("the region is not open")
         note = {"geometry": encode(geometry), "identity": self.seal_setting.identity_digest}
-        self.region.register_worker(rank, encode(note))
+        self.region.register_worker(rank, encode({**note, **(more or {})}))
+
+    def notes(self, name: str) -> list[object]:
+        """The note of this name of every worker, None where one has left none."""
+        found = []
+        for rank in range(self.launch.workers):
+            raw = None if self.region is None else self.region.registration(rank)
+            note = decode(raw, limit=len(raw)) if raw is not None else None
+            found.append(note.get(name) if isinstance(note, dict) else None)
+        return found
 
     def _judge_note(self, rank: int, note: bytes) -> bytes:
         """The geometry in a worker's note, if the worker has come to the same identity."""
@@ -170,4 +185,4 @@ class Station:
             self.region = None
 
 
-__all__ = ["Launch", "RegionError", "Station", "StationError"]
+__all__ = ["Launch", "Station", "StationError"]

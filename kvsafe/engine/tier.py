@@ -8,12 +8,13 @@ keys that passed are reported as loaded. A refused chunk is quarantined where th
 way for it and is not offered again until it has been stored anew.
 """
 
+import contextlib
 import queue
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -33,30 +34,24 @@ from vllm.v1.kv_offload.tiering.base import (
     SecondaryTierManager,
     TransferJob,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvsafe.engine.counters import QUARANTINED, Counters
+from kvsafe.engine.elsewhere import Elsewhere
 from kvsafe.engine.epochs import EpochKeeper
 from kvsafe.engine.journal import RefusalJournal, logger
 from kvsafe.engine.names import ObjectNames
 from kvsafe.engine.objects import ObjectStore
 from kvsafe.engine.patience import JobWatch, RowKeeper, ends_within
+from kvsafe.engine.promotion import Promotion
 from kvsafe.engine.station import Station
+from kvsafe.engine.tier_door import TierDoor
+from kvsafe.engine.tier_guests import DetectorDoor, ParentDoor
 from kvsafe.engine.verdicts import Verdicts
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 _REFUSED_LIMIT = 65536
 _DRAIN_S = 20.0
-_ASK_LIMIT = 4096
-
-
-@dataclass(slots=True)
-class _Promotion:
-    """A promotion under way: which key is in which row, and what has become of each."""
-
-    keys: dict[OffloadKey, int]
-    result: JobResult | None = None
-    waiting: int = 0
-    proven: list[OffloadKey] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +79,30 @@ class ProvingTier(SecondaryTierManager):
         self.tier_type = inner.tier_type
         self.locality = inner.locality
         self.medium = inner.medium
-        self.cache_hit_source = inner.cache_hit_source
+        source = inner.cache_hit_source
+        known = isinstance(source, CacheHitSource)
+        self.cache_hit_source = source if known else CacheHitSource.EXTERNAL_UNSPECIFIED
         self.label = f"{index + 1}:{inner.tier_type}"
         self._desk = desk
         self._store = store
+        self._door = TierDoor(inner, self.label, desk.counters)
         self._watch = JobWatch(desk.rows)
+        self._parent = ParentDoor(self.label, desk.rows.ready, self._begin_foreign_store)
+        detector = inner.bp_detector
+        self._detector = None if detector is None else DetectorDoor(detector, self._door)
         self._dead = False
+        # Names that a load which was given up may still deliver: asking the tier for one of them
+        # now would confuse vLLM's own lookup manager when that load fails in the end.
+        self._owed: dict[int, frozenset[bytes]] = {}
+        self._abandoned: dict[int, Promotion] = {}
         self._failed: list[JobResult] = []
-        self._promotions: dict[int, _Promotion] = {}
+        self._promotions: dict[int, Promotion] = {}
         self._proofs: queue.SimpleQueue[tuple[int, OffloadKey, Refusal | None]] = (
             queue.SimpleQueue()
         )
         self._open_proofs: set[Future[None]] = set()
         self._refused: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._asked: dict[str, set[OffloadKey]] = {}
-        self._to_ask: list[OffloadKey] = []
+        self._elsewhere = Elsewhere(desk.names, desk.counters, desk.journal, self.label)
         self._key_of: dict[OffloadKey, OffloadKey] = {}
         self._bad_objects: dict[OffloadKey, Refusal] = {}
         if store is not None:
@@ -112,24 +116,29 @@ class ProvingTier(SecondaryTierManager):
     @property
     def bp_detector(self) -> Any:
         """The inner tier's back-pressure detector."""
-        return self.inner.bp_detector
+        return self._detector
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """The inner tier's answer for the object name; a refused chunk is a miss."""
         name = self._desk.names.name(key)
-        if name in self._refused or self._dead:
+        if name in self._refused or self._dead or self._is_owed(name):
             return LookupResult.MISS
-        result = self.inner.lookup(name, req_context)
+        result = self._door.ask(
+            "lookup", lambda: self.inner.lookup(name, req_context), LookupResult.MISS
+        )
         if result is LookupResult.MISS and self._store is not None:
             self._explain_miss(key, name, req_context)
         return result
+
+    def _is_owed(self, name: bytes) -> bool:
+        return bool(self._owed) and any(name in names for names in self._owed.values())
 
     def _explain_miss(self, key: OffloadKey, name: OffloadKey, req_context: ReqContext) -> None:
         refusal = self._bad_objects.pop(name, None)
         if refusal is not None:
             self._desk.verdicts.condemn(req_context.req_id, key, refusal)
         elif self._desk.names.foreign:
-            self._ask_elsewhere(key, req_context)
+            self._elsewhere.ask(key, req_context.req_id)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Cascade sealed rows under their object names."""
@@ -144,7 +153,13 @@ class ProvingTier(SecondaryTierManager):
             if len(self._key_of) > _REFUSED_LIMIT:
                 self._key_of.clear()
             self._key_of.update(zip(names, job_metadata.keys, strict=True))
-        self.inner.submit_store(replace(job_metadata, keys=names))
+        named = replace(job_metadata, keys=names)
+        if not self._door.tell("submit_store", lambda: self.inner.submit_store(named)):
+            self._watch.end(job_metadata.job_id)
+            self._failed.append(JobResult(job_metadata.job_id, success=False))
+
+    def _begin_foreign_store(self, job: int) -> None:
+        self._watch.begin(job, self._desk.station.config.store_deadline_s)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Ask the inner tier for rows; they stay unready until they are proven."""
@@ -154,9 +169,13 @@ class ProvingTier(SecondaryTierManager):
         rows = dict(zip(job_metadata.keys, map(int, job_metadata.chunk_ids), strict=True))
         limit = self._desk.station.config.load_deadline_s
         self._watch.begin(job_metadata.job_id, limit, rows.values())
-        self._promotions[job_metadata.job_id] = _Promotion(rows)
-        names = [self._desk.names.name(key) for key in rows]
-        self.inner.submit_load(replace(job_metadata, keys=names))
+        self._promotions[job_metadata.job_id] = Promotion(rows)
+        named = replace(job_metadata, keys=[self._desk.names.name(key) for key in rows])
+        if not self._door.tell("submit_load", lambda: self.inner.submit_load(named)):
+            # It may have begun all the same: nothing more for this tier until it says so.
+            given_up = self._watch.give_up([job_metadata.job_id])
+            self._drop(given_up, self._failed, RefusalKind.TIER_READ, "an exception")
+            self._dead = True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Cascades as the inner tier reports them; promotions once every row was judged."""
@@ -167,58 +186,90 @@ class ProvingTier(SecondaryTierManager):
         for job_id, promotion in list(self._promotions.items()):
             if promotion.result is not None and promotion.waiting == 0:
                 del self._promotions[job_id]
-                done.append(_outcome(promotion))
+                done.append(promotion.outcome())
         return done
 
     def has_pending_work(self) -> bool:
         """Whether transfers or proofs are under way."""
-        return bool(self._promotions) or bool(self.inner.has_pending_work())
+        if self._promotions or self._failed:
+            return True
+        return self._door.ask(
+            "has_pending_work", lambda: bool(self.inner.has_pending_work()), False
+        )
 
     def drain_jobs(self) -> None:
         """Wait until no transfer and no proof touches a row any more."""
         at_rest = not self._dead and ends_within(self.inner.drain_jobs, _DRAIN_S, "drain")
         # Kept for the manager's own poll, which comes right after.
         self._failed += self._reported()
-        if not at_rest:
-            self._drop(self._watch.give_up_all(), self._failed)
+        left = self._watch.give_up_all()
+        self._drop(left, self._failed)
+        if left or not at_rest:
             self._dead = self._watch.owes
             logger.error("kvsafe: tier %s does not come to rest, not used until then", self.label)
+        self._drain_proofs()
+
+    def _drain_proofs(self) -> None:
         deadline = time.monotonic() + _DRAIN_S
         for proof in list(self._open_proofs):
-            proof.result(timeout=max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(Exception):  # it hangs, or its quarantine failed
+                proof.result(timeout=max(0.0, deadline - time.monotonic()))
+        self._collect_proofs()
+        for job, promotion in list(self._promotions.items()):
+            if promotion.waiting:
+                self._abandoned[job] = promotion
+                self._desk.rows.hold_back(promotion.keys.values())
+                self._drop([job], self._failed)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """The inner tier's events, told with keys instead of object names."""
-        for event in self.inner.take_events():
-            yield replace(event, keys=[self._key_of.pop(name, name) for name in event.keys])
+        """The inner tier's events, told with keys instead of object names.
+
+        A name whose key is not known any more (or never was: an object of another engine that is
+        evicted) is left out: to a listener it would be a key that nobody has.
+        """
+        for event in self._door.events():
+            known = self._key_of.pop if event.removed else self._key_of.get
+            keys = [key for name in event.keys if (key := known(name, None)) is not None]
+            if keys:
+                yield replace(event, keys=keys)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Pass recency on."""
-        self.inner.touch([self._desk.names.name(key) for key in keys], req_context)
+        names = [self._desk.names.name(key) for key in keys]
+        self._door.tell("touch", lambda: self.inner.touch(names, req_context))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Pass on."""
-        return self.inner.on_new_request(req_context)
+        return self._door.ask(
+            "on_new_request",
+            lambda: self.inner.on_new_request(req_context),
+            RequestOffloadingContext(),
+        )
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Pass on, and forget what this request asked elsewhere."""
-        self._asked.pop(req_context.req_id, None)
-        self.inner.on_request_finished(req_context)
+        self._elsewhere.forget(req_context.req_id)
+        self._door.tell("on_request_finished", lambda: self.inner.on_request_finished(req_context))
 
     def serve_external_requests(self, parent: ParentManager) -> None:
-        """Pass on."""
-        self.inner.serve_external_requests(parent)
+        """Lend the manager to the tier for the length of this call."""
+        self._parent.parent = parent
+        try:
+            self._door.tell(
+                "serve_external_requests",
+                lambda: self.inner.serve_external_requests(self._parent),
+            )
+        finally:
+            self._parent.parent = None
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Pass on, and look in the background for chunks under other identities."""
-        if self._to_ask and self._store is not None:
-            keys, self._to_ask = self._to_ask, []
-            self._desk.threads.submit(self._answer_elsewhere, self._store, keys)
-        self.inner.on_schedule_end(context)
+        self._elsewhere.send(self._store, self._desk.threads)
+        self._door.tell("on_schedule_end", lambda: self.inner.on_schedule_end(context))
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Pass on."""
-        return self.inner.get_stats()
+        return self._door.stats()
 
     def shutdown(self) -> None:
         """Stop the inner tier; proofs end with their threads."""
@@ -228,10 +279,12 @@ class ProvingTier(SecondaryTierManager):
     def _reported(self) -> list[JobResult]:
         """What the inner tier reports: proofs begin for promotions, the rest is returned."""
         others = []
-        for result in self.inner.get_finished_jobs():
-            if not self._watch.end(result.job_id):
-                continue
-            if result.job_id in self._promotions:
+        for result in self._door.results():
+            if not self._watch.knows(result.job_id):
+                self._door.fault("get_finished_jobs", "a job that is not under way")
+            elif not self._watch.end(result.job_id):
+                self._owed.pop(result.job_id, None)
+            elif result.job_id in self._promotions:
                 self._begin_proof(result)
             else:
                 others.append(result)
@@ -240,13 +293,21 @@ class ProvingTier(SecondaryTierManager):
             logger.info("kvsafe: tier %s has come to rest and is used again", self.label)
         return others
 
-    def _drop(self, jobs: list[int], done: list[JobResult]) -> None:
+    def _drop(
+        self,
+        jobs: list[int],
+        done: list[JobResult],
+        kind: RefusalKind = RefusalKind.DEADLINE,
+        found: str = "none in time",
+    ) -> None:
         """Report jobs as failed that the tier has not reported in time."""
         for job in jobs:
-            refusal = Refusal.of(RefusalKind.DEADLINE, "tier", "an answer", "none in time")
+            refusal = Refusal.of(kind, "tier", "an answer", found)
             self._desk.counters.refused(refusal, self.label)
             self._desk.journal.note(refusal, b"", self.label)
-            self._promotions.pop(job, None)
+            promotion = self._promotions.pop(job, None)
+            if promotion is not None and promotion.result is None:
+                self._owed[job] = frozenset(map(self._desk.names.name, promotion.keys))
             done.append(JobResult(job, success=False))
 
     def _begin_proof(self, result: JobResult) -> None:
@@ -296,12 +357,24 @@ class ProvingTier(SecondaryTierManager):
                 job_id, key, refusal = self._proofs.get_nowait()
             except queue.Empty:
                 return
-            promotion = self._promotions[job_id]
+            promotion = self._promotions.get(job_id)
+            if promotion is None:
+                self._collect_late(job_id)
+                continue
             promotion.waiting -= 1
             if refusal is None:
                 promotion.proven.append(key)
+                self._desk.rows.note_proven((key,))
             else:
                 self._refuse(key, refusal)
+
+    def _collect_late(self, job: int) -> None:
+        """A proof that a reset did not wait for: its rows may be used again after the last."""
+        promotion = self._abandoned[job]
+        promotion.waiting -= 1
+        if promotion.waiting == 0:
+            del self._abandoned[job]
+            self._desk.rows.give_back(promotion.keys.values())
 
     def _refuse(self, key: OffloadKey, refusal: Refusal) -> None:
         self._desk.verdicts.refused(key, refusal)
@@ -319,30 +392,3 @@ class ProvingTier(SecondaryTierManager):
         self._desk.journal.note_name(refusal, name, self.label)
         if quarantined:
             self._desk.counters.add(QUARANTINED, 1, (self.label,))
-
-    def _ask_elsewhere(self, key: OffloadKey, req_context: ReqContext) -> None:
-        """A miss with a reason: does the tier hold this chunk under another identity?"""
-        asked = self._asked.setdefault(req_context.req_id, set())
-        if key not in asked and len(self._to_ask) < _ASK_LIMIT:
-            asked.add(key)
-            self._to_ask.append(key)
-
-    def _answer_elsewhere(self, store: ObjectStore, keys: list[OffloadKey]) -> None:
-        for key in keys:
-            for foreign in self._desk.names.foreign:
-                if store.exists(OffloadKey(foreign.name(key))):
-                    self._desk.counters.refused(foreign.refusal, self.label)
-                    self._desk.journal.note(foreign.refusal, key, self.label)
-                    break
-
-
-def _outcome(promotion: _Promotion) -> JobResult:
-    result = promotion.result
-    if result is None or not promotion.keys:
-        return result or JobResult(job_id=-1, success=False)
-    complete = len(promotion.proven) == len(promotion.keys)
-    return replace(
-        result,
-        success=complete,
-        successful_keys=None if complete else tuple(promotion.proven) or None,
-    )

@@ -33,10 +33,10 @@ from kvsafe.engine.journal import RefusalJournal
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
 from kvsafe.engine.names import ForeignNames, ObjectNames
 from kvsafe.engine.objects import FsObjects, adopt_objects
-from kvsafe.engine.primary import SealedPrimaryTier
 from kvsafe.engine.tier import ProofDesk, ProvingTier
 from kvsafe.engine.transfer import SealedRowsSpec
 from kvsafe.engine.verdicts import Verdicts
+from kvsafe.engine.watched import WatchedPrimaryTier, primary_tier
 from kvsafe.seal.header import Header, bitmap
 from kvsafe.seal.refusal import Refusal
 from tests.support.stations import bare_station
@@ -179,6 +179,8 @@ class World:
         self.folder = folder
         # Resets that keep names and epochs in line with the file, so that old objects are met.
         options.setdefault("weights_survive_reset", True)
+        # Under the monitor, so that every test of a manager is one of the monitor too.
+        monitor = options.setdefault("monitor", "enforce")
         self.station = bare_station(folder, slice_bytes=PAYLOAD, rows=rows, **options)
         self.region = self.station.open_region(rows)
         setting = self.station.seal_setting
@@ -192,7 +194,9 @@ class World:
         )
         self.counters = Counters("blake3-keyed", ())
         self.verdicts = Verdicts(active=fail)
-        self.primary = SealedPrimaryTier(
+        self.primary = primary_tier(
+            monitor,
+            self.counters,
             self.region,
             self.epochs,
             cache_policy=policy,
@@ -372,9 +376,14 @@ class World:
         assert set(primary._pending_since) == pending
         assert primary._overdue <= pending
         assert all(chunks[key].ref_cnt > 0 for key in primary._withdrawn)
+        assert self.diverged() == []
         evictable = getattr(primary._policy, "_evictable", None)
         if evictable is not None:
-            assert evictable == {key for key, chunk in chunks.items() if chunk.ref_cnt == 0}
+            # What a request awaits is out of the policy's sight until the step ends.
+            hidden = primary.shield._hidden
+            assert not evictable & hidden
+            idle = {key for key, chunk in chunks.items() if chunk.ref_cnt == 0}
+            assert evictable | hidden == idle
 
     def offered(self) -> list[OffloadKey]:
         """Chunks that a lookup would promise now."""
@@ -399,6 +408,13 @@ class World:
         """Open a row as a worker would."""
         return self.station.open_row(self.region.row(row), key, self.epochs.epoch)
 
+    def diverged(self) -> list[str]:
+        """What the monitor has found and not yet told."""
+        primary = self.primary
+        if not isinstance(primary, WatchedPrimaryTier):
+            return []
+        return [*map(str, primary.watch.monitor.found), *primary.watch._told]
+
     def close(self) -> None:
         """End threads and let go of the memory."""
         if isinstance(self.threads, ThreadPoolExecutor):
@@ -410,10 +426,11 @@ class World:
 
 
 @contextlib.contextmanager
-def running(world: World) -> Iterator[World]:
-    """The world, closed at the end."""
+def running(world: World, *, sound: bool = True) -> Iterator[World]:
+    """The world, closed at the end; its monitor must have nothing to say about a `sound` one."""
     try:
         yield world
+        assert not sound or world.diverged() == []
     finally:
         world.close()
 

@@ -59,6 +59,7 @@ def test_defaults() -> None:
     assert config.key_file == "/home/someone/.local/state/kvsafe/keys.json"
     assert config.key_env is None
     assert config.verify_loads == "always"
+    assert config.monitor == "log"
     assert 1 <= config.copy_threads <= 4
     assert config.active_overrides == ()
 
@@ -85,12 +86,14 @@ GOOD: list[tuple[str, object, object]] = [
     ("suite", "hmac-sha256", "hmac-sha256"),
     ("key_file", "/etc/kv/keys.json", "/etc/kv/keys.json"),
     ("key_file", "~/keys.json", "/home/someone/keys.json"),
+    ("epoch_file", "/srv/kv/epoch-all.json", "/srv/kv/epoch-all.json"),
     ("key_env", "KV_KEY", "KV_KEY"),
     ("state_dir", "/var/lib/kv//state/", "/var/lib/kv/state"),
     ("namespace", "team-a.1", "team-a.1"),
     ("weights_digest", "sha256:" + "0a" * 32, "sha256:" + "0a" * 32),
     ("quarantine", "keep", "keep"),
     ("verify_loads", "once", "once"),
+    ("monitor", "enforce", "enforce"),
     ("copy_threads", 3, 3),
     ("verify_threads", 1, 1),
     ("explain_misses", False, False),
@@ -158,6 +161,7 @@ BAD: list[tuple[str, object]] = [
     ("weights_digest", "md5:" + "00" * 16),
     ("quarantine", "delete"),
     ("verify_loads", "never"),
+    ("monitor", "on"),
     ("copy_threads", 0),
     ("copy_threads", True),
     ("copy_threads", 2.0),
@@ -435,6 +439,7 @@ def test_deep_and_wide_json_is_refused() -> None:
         ({"state_dir": "/srv"}, "/srv/kv"),
         ({"key_file": "/srv/kv/keys.json"}, "/srv/kv"),
         ({"key_file": "/srv/kv"}, "/srv/kv/deep"),
+        ({"epoch_file": "/srv/kv/epoch-all.json"}, "/srv/kv"),
         ({}, "/"),
         ({}, "~/.local/state/kvsafe/store"),
     ],
@@ -532,6 +537,20 @@ def test_the_key_file_is_no_other_file_of_the_state_folder(name: str) -> None:
 )
 def test_other_names_in_the_state_folder_are_fine_for_a_key(name: str) -> None:
     assert parsed(state_dir="/s", key_file=f"/s/{name}").key_file == f"/s/{name}"
+
+
+def test_an_epoch_file_of_several_engines_has_a_name_of_its_own() -> None:
+    assert parsed().epoch_file is None
+    place = "/srv/kv-epochs/epoch-all.json"
+    assert parsed(epoch_file=place).epoch_file == place
+    assert parsed(epoch_file="~/e/epoch-1.json").epoch_file == "/home/someone/e/epoch-1.json"
+    for name in ("keys.json", "weights.json", "epoch-all.json.lock", "epoch.json", "epoch-/.json"):
+        assert keys(refusal(epoch_file=f"/srv/kv-epochs/{name}")) == ["epoch_file"]
+    for name in ("epoch-all.json", "epoch-all.json.lock"):
+        both = {"epoch_file": place, "key_file": f"/srv/kv-epochs/{name}"}
+        assert keys(refusal(**both)) == ["key_file"]
+    apart = parsed(epoch_file=place, key_file="/srv/kv-epochs/keys.json")
+    assert apart.key_file == "/srv/kv-epochs/keys.json"
 
 
 def test_symlinks_do_not_hide_that_the_key_is_a_state_file(tmp_path: Path) -> None:

@@ -34,15 +34,20 @@ ROWS = 16
 DEADLINE_S = 5.0
 
 
-def spec(quarantine: str = "aside") -> Any:
+def spec(quarantine: str = "aside", *, events: bool = False) -> Any:
     """As much of `KVSafeSpec` as the tier looks at."""
-    return SimpleNamespace(station=SimpleNamespace(config=SimpleNamespace(quarantine=quarantine)))
+    return SimpleNamespace(
+        station=SimpleNamespace(config=SimpleNamespace(quarantine=quarantine)),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
+    )
 
 
 class World:
     """A tier over 16 rows, driven as the manager drives it."""
 
-    def __init__(self, root: Path, calls: Os | None = None, **options: Any) -> None:
+    def __init__(
+        self, root: Path, calls: Os | None = None, *, events: bool = False, **options: Any
+    ) -> None:
         self.memory = bytearray(ROWS * ROW)
         self.rows = memoryview(self.memory).cast("B", (ROWS, ROW))
         chosen: dict[str, Any] = {
@@ -52,7 +57,7 @@ class World:
             "deadline_s": DEADLINE_S,
             **options,
         }
-        self.tier = KVSafeFsTier(spec(), self.rows, "kvsafe-fs", calls=calls, **chosen)
+        self.tier = KVSafeFsTier(spec(events=events), self.rows, "kvsafe-fs", calls=calls, **chosen)
         assert self.tier.store.keeper.wait_counted()
         self._jobs = 0
 
@@ -303,6 +308,57 @@ def test_statistics(world: World) -> None:
     assert {OPERATIONS, CHARGED, STUCK} <= set(KVSafeFsTier.build_metric_definitions({}))
 
 
+def test_events_tell_what_is_there(tmp_path: Path) -> None:
+    """F28: replayed, they give the true residency at every step, evictions included."""
+    world = World(tmp_path / "s", events=True, capacity_bytes=4 * ROW, locality="LOCAL")
+    told: set[bytes] = set()
+    try:
+        for number in range(12):
+            world.store(number)
+            if number == 6:
+                objects = world.tier.objects
+                assert world.load(6).success
+                tag = Refusal.of(RefusalKind.PAYLOAD_TAG, "payload", "a", "b")
+                assert objects.quarantine(OffloadKey(name_of(6)), tag)
+            for event in world.tier.take_events():
+                assert (event.medium.name, event.locality.name) == ("STORAGE", "LOCAL")
+                keys = {bytes(key) for key in event.keys}
+                assert keys.isdisjoint(told) != event.removed
+                told = told - keys if event.removed else told | keys
+            present = [n for n in range(12) if path_of(world.tier.store, n).exists()]
+            assert told == {name_of(n) for n in present}
+        assert 0 < len(told) <= 4
+    finally:
+        world.tier.shutdown()
+
+
+def test_a_chunk_that_goes_before_its_store_is_reported_is_never_told(tmp_path: Path) -> None:
+    world = World(tmp_path / "s", events=True)
+    try:
+        world.fill(1)
+        job = world.submit(1, load=False)
+        for _ in range(4000):
+            if path_of(world.tier.store, 1).exists():
+                break
+            time.sleep(0.003)
+        while world.tier.store.counts["done"] == 0:
+            time.sleep(0.003)
+        assert world.tier.store.discard(name_of(1))
+        assert world.finish(job).success
+        assert list(world.tier.take_events()) == []
+        world.store(1)
+        [event] = world.tier.take_events()
+        assert (event.removed, [bytes(key) for key in event.keys]) == (False, [name_of(1)])
+    finally:
+        world.tier.shutdown()
+
+
+def test_without_events_none_are_kept(world: World) -> None:
+    world.store(1)
+    assert list(world.tier.take_events()) == []
+    assert world.tier.store.room.on_gone is None
+
+
 def test_registered_once_and_built_by_its_name(tmp_path: Path) -> None:
     register()
     register()
@@ -339,10 +395,10 @@ def test_wrong_options_are_refused(tmp_path: Path, change: dict[str, Any], key: 
     KVSafeFsTier(spec(), memory, "kvsafe-fs", **good).shutdown()
 
 
-def test_under_the_stock_spec_it_does_not_start(tmp_path: Path) -> None:
-    """It seals nothing by itself yet, so it must not take rows that nobody has sealed."""
+def test_under_the_stock_spec_it_names_the_one_that_seals(tmp_path: Path) -> None:
+    """It must not take rows that nobody has sealed."""
     memory = memoryview(bytearray(ROWS * ROW)).cast("B", (ROWS, ROW))
-    with pytest.raises(ValueError, match="KVSafeConnector"):
+    with pytest.raises(ValueError, match=r"SealingFsTier.*kvsafe\.engine\.second_door"):
         KVSafeFsTier(
             SimpleNamespace(),
             memory,

@@ -272,6 +272,24 @@ def test_a_store_failure_takes_no_chunk_away(world: World) -> None:
     assert world.offered() == [A]
 
 
+def test_a_failed_store_is_counted_once(world: World) -> None:
+    context = world.request()
+    spec = world.prepare((A, B), context)
+    assert spec is not None
+    world.work(spec)
+    failures = [ChunkFailure(1, False, A, REFUSAL)]
+    world.manager.note_failed_stores(failures)
+    world.manager.fail_chunks(failures)
+    world.manager.complete_store([OffloadKey(key) for key in spec.keys], context)
+    world.manager.settle()
+    assert world.offered() == [B]
+    assert world.refusals() == {"1001": 1}
+    world.recount()
+    # Control: the next failure of the same chunk is counted again.
+    world.manager.fail_chunks(failures)
+    assert world.refusals() == {"1001": 2}
+
+
 def test_a_removed_chunk_is_told_to_whoever_listens(tmp_path: Path, policy: str) -> None:
     with running(World(tmp_path, policy=policy, events=True)) as world:
         world.store(A, B)
@@ -599,7 +617,8 @@ def test_a_seeded_fault_does_not_survive_a_long_life(
         folder = tmp_path / str(seed)
         folder.mkdir()
         threads = HandExecutor()
-        with running(World(folder, rows=6, tiers=["hand"], threads=threads)) as world:
+        world = World(folder, rows=6, tiers=["hand"], threads=threads)
+        with running(world, sound=False):
             try:
                 Life(world, threads, seed).live(300)
             except (AssertionError, KeyError):

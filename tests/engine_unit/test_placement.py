@@ -25,7 +25,8 @@ from kvsafe.engine.placement import (
     place_single_blocks,
 )
 from kvsafe.engine.placer import Placer
-from kvsafe.engine.scheduler import KVSafeConnectorScheduler, _compare_source
+from kvsafe.engine.scheduler import KVSafeConnectorScheduler
+from kvsafe.engine.source import SourceCheck, compare_source
 from kvsafe.engine.transfer import SealedRowsSpec
 from kvsafe.seal.header import bitmap
 from kvsafe.seal.refusal import Refusal, RefusalKind
@@ -139,7 +140,8 @@ class Sched:
         request = SimpleNamespace(block_hashes=self.hashes)
         status = SimpleNamespace(group_states=states, req_context=self.context, req=request)
         self.half._req_status = {"r": status}
-        self.half._placer = Placer(self.half.config, self.half._req_status)
+        placer = self.half._placer = Placer(self.half.config, self.half._req_status)
+        self.half._source = SourceCheck(self.half.config, self.half._req_status, placer, ())
 
     def _state(self, group: int, ids: list[int]) -> Any:
         keys = []
@@ -305,12 +307,12 @@ def test_a_block_of_other_content_is_not_stored() -> None:
 def test_a_block_of_unknown_content_is_taken_and_a_second_name_counts() -> None:
     pool: Any = Pool({1: b"a" * 32})
     pool.blocks[2] = SimpleNamespace(block_hash=None)
-    assert _compare_source(pool, 1, [b"a" * 32], 0) is None
-    assert _compare_source(pool, 2, [b"a" * 32], 0) is None
-    assert _compare_source(pool, 1, [b"b" * 32], 0) is not None
-    assert _compare_source(pool, 1, [b"b" * 32], 1) is None
+    assert compare_source(pool, 1, [b"a" * 32], 0) is None
+    assert compare_source(pool, 2, [b"a" * 32], 0) is None
+    assert compare_source(pool, 1, [b"b" * 32], 0) is not None
+    assert compare_source(pool, 1, [b"b" * 32], 1) is None
     pool.cached_block_hashes_by_block[1] = [b"b" * 32 + bytes(4)]
-    assert _compare_source(pool, 1, [b"b" * 32], 0) is None
+    assert compare_source(pool, 1, [b"b" * 32], 0) is None
 
 
 def test_a_disagreement_says_both_sides() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent, OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobResult
 
 from kvsafe.engine.names import ForeignNames
@@ -473,6 +473,21 @@ def test_the_tier_gets_names_and_never_keys(hand: World) -> None:
     assert not seen & {A, B, C}
     hand.hand.complete_load()
     prove(hand)
+
+
+def test_events_of_a_tier_are_told_with_keys(hand: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F28: stored and removed name the same key; an object that is not ours is not told."""
+    monkeypatch.setattr(hand.hand, "events", [], raising=False)
+    hand.store(C)
+    name, foreign = OffloadKey(hand.names.name(C)), OffloadKey(b"f" * 36)
+    told = [
+        OffloadingEvent([name, foreign], Medium.STORAGE, removed=False),
+        OffloadingEvent([name], Medium.STORAGE, removed=True),
+        OffloadingEvent([foreign], Medium.STORAGE, removed=True),
+    ]
+    monkeypatch.setattr(hand.hand, "take_events", lambda: told)
+    events = [(list(event.keys), event.removed) for event in hand.tier.take_events()]
+    assert events == [([C], False), ([C], True)]
 
 
 def test_what_arrived_is_kept_and_what_did_not_may_be_asked_for_again(hand: World) -> None:

@@ -39,7 +39,8 @@ def bare_station(
     suite = Suite.named(config.suite)
     keyring = load_or_create(Path(str(config.key_file)), suite=suite.label)
     secret = keyring.state_secret
-    epoch_file = EpochFile(folder / "state" / "epoch.json", lambda data: suite.tag(secret, data))
+    place = Path(config.epoch_file or folder / "state" / "epoch.json")
+    epoch_file = EpochFile(place, lambda data: suite.tag(secret, data))
     launch = Launch(uuid.uuid4().hex, 1, None)
     station = Station(config, invented_identity(), keyring, epoch_file, launch)
     station.lay_out(key_bytes=36, slots=slots, slice_bytes=(slice_bytes,))

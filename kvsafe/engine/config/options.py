@@ -2,6 +2,7 @@
 """Every option that the operator may set: one Struct whose annotations check and document it."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Final, get_args, get_type_hints
 
@@ -37,6 +38,14 @@ def _check_canonical_layout(value: object) -> bool:
     if check_bool(value):
         raise refuse(value, "false", "chunks portable between topologies are not proven yet")
     return False
+
+
+def _check_epoch_file(value: object) -> str:
+    path = check_path(value)
+    # Its name keeps it, and the files beside it, apart from everything else that kvsafe writes.
+    if not re.fullmatch(r"epoch-[A-Za-z0-9._-]{1,64}\.json", path.rpartition("/")[2]):
+        raise refuse(value, "an absolute path that ends in epoch-NAME.json")
+    return path
 
 
 def _check_store_threshold(value: object) -> int:
@@ -159,6 +168,17 @@ class KVSafeConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="`$XDG_STATE_HOME/kvsafe` or `~/.local/state/kvsafe`",
         ),
     ]
+    epoch_file: Annotated[
+        str | None,
+        Option(
+            "path",
+            "The epoch file, for engines with state folders of their own that share chunks: the "
+            "same file (`epoch-NAME.json`, in a folder that only their user writes) and the same "
+            "key for all. A reset of one is a reset of all. Outside every tier's `root_dir`.",
+            _check_epoch_file,
+            default="`epoch-NAMESPACE.json` in `state_dir`",
+        ),
+    ] = None
     namespace: Annotated[
         str,
         Option(
@@ -198,6 +218,16 @@ class KVSafeConfig(msgspec.Struct, frozen=True, kw_only=True):
             one_of("always", "once"),
         ),
     ] = "always"
+    monitor: Annotated[
+        str,
+        Option(
+            "text",
+            "The lifecycle's state machine beside the host tier. `log` counts and logs every step "
+            "that the machine does not allow; `enforce` also stops offering and storing chunks "
+            "from the first one on, so that requests are recomputed until a restart; `off`.",
+            one_of("off", "log", "enforce"),
+        ),
+    ] = "log"
     copy_threads: Annotated[
         int,
         Option(

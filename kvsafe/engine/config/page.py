@@ -13,6 +13,7 @@ from kvsafe.engine.config.tiers import (
     BACKPRESSURE,
     FS_TIER,
     KVSAFE_FS_TIER,
+    KVSAFE_LMCACHE_TIER,
     UNPROVEN_TIER_TYPES,
 )
 
@@ -42,6 +43,8 @@ def options_markdown() -> str:
         parts += ["", f"## {title}", "", *_rows(table, defaults)]
     parts += ["", "## A secondary tier of type `fs`", "", *_rows(FS_TIER, {})]
     parts += ["", "## A secondary tier of type `kvsafe-fs`", "", *_rows(KVSAFE_FS_TIER, {})]
+    parts += ["", "## A secondary tier of type `kvsafe-lmcache`", ""]
+    parts += _rows(KVSAFE_LMCACHE_TIER, {})
     unproven = ", ".join(f"`{name}`" for name in UNPROVEN_TIER_TYPES)
     parts += [
         "",

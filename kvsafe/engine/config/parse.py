@@ -44,12 +44,12 @@ def _place_files(
     home = environ.get("HOME", "")
     if "state_dir" not in extra:
         values["state_dir"] = _default_state_dir(environ)
-    for name in ("state_dir", "key_file"):
+    for name in ("state_dir", "key_file", "epoch_file"):
         if name in values:
             _expand(values, name, name, home, problems)
     tiers = values.get("secondary_tiers", ())
     for place, tier in enumerate(tiers if isinstance(tiers, tuple) else ()):
-        if tier.type in PROVEN_TIER_TYPES:
+        if tier.root_dir is not None and tier.type in PROVEN_TIER_TYPES:
             _expand(tier.options, "root_dir", f"secondary_tiers[{place}].root_dir", home, problems)
     state_dir = values.get("state_dir")
     keyed = values.get("suite", "blake3-keyed") != "blake3"

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from kvsafe.engine.config.problems import Problem, describe, nearest
+from kvsafe.engine.config.lmcache import complete_lmcache
+from kvsafe.engine.config.problems import Problem, Refused, describe, nearest, under
 from kvsafe.engine.config.tiers import EMA, PROVEN_TIER_TYPES, TierConfig
 
 Values = dict[str, object]
@@ -130,7 +131,7 @@ def _place_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
         if tier.root_dir is None:
             continue
         root = _real(tier.root_dir)
-        for name in ("state_dir", "key_file"):
+        for name in ("state_dir", "key_file", "epoch_file"):
             ours = values.get(name)
             if isinstance(ours, str) and (_inside(_real(ours), root) or _inside(root, _real(ours))):
                 found = f"a folder that holds {name} or lies inside it"
@@ -139,23 +140,37 @@ def _place_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
 
 
 def _state_file_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
-    """The key file is none of the files that kvsafe itself replaces in the state folder."""
+    """The key file is none of the files that kvsafe itself replaces beside it."""
     key_file, state_dir = values.get("key_file"), values.get("state_dir")
     if not isinstance(key_file, str) or not isinstance(state_dir, str):
         return []
+    epoch_file = values.get("epoch_file")
+    folders = [state_dir, *([os.path.dirname(epoch_file)] if isinstance(epoch_file, str) else [])]
     folder, name = os.path.split(key_file)
     # A link is looked at as what it is and as what it leads to.
     places = (_real(key_file), os.path.join(_real(folder), name))
-    if not any(_is_state_file(place, state_dir) for place in places):
+    if not any(_is_state_file(place, ours) for place in places for ours in folders):
         return []
-    found = "a file that kvsafe itself writes into state_dir"
+    found = "a file that kvsafe itself writes"
     hint = "leave key_file out: keys.json in state_dir is made on first use"
     return [Problem("key_file", found, "a file of its own, under another name", hint)]
 
 
+def _peer_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
+    """What the options of a `kvsafe-lmcache` tier say together, with the environment."""
+    problems: list[Problem] = []
+    for path, tier in _tiers(values):
+        if tier.type == "kvsafe-lmcache":
+            try:
+                complete_lmcache(tier.options, environ)
+            except Refused as refused:
+                problems += under(path, refused.problems)
+    return problems
+
+
 CROSS_RULES: Final = (
     _chunk_rule, _policy_rule, _key_rule, _tier_rule, _class_rule, _apart_rule, _pressure_rule,
-    _place_rule, _state_file_rule,
+    _place_rule, _state_file_rule, _peer_rule,
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from kvsafe.engine.config.lmcache import KVSAFE_LMCACHE_TIER as _LMCACHE_OPTIONS
 from kvsafe.engine.config.problems import Problem, Refused, describe, nearest, refuse, under
 from kvsafe.engine.config.table import Option, read_table
 from kvsafe.engine.config.values import (
@@ -24,7 +25,7 @@ from kvsafe.engine.config.values import (
     one_of,
 )
 
-PROVEN_TIER_TYPES: Final = ("fs", "kvsafe-fs")
+PROVEN_TIER_TYPES: Final = ("fs", "kvsafe-fs", "kvsafe-lmcache")
 UNPROVEN_TIER_TYPES: Final = ("example", "obj", "p2p", "kvcr")
 
 _MODULE: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*){0,15}"
@@ -141,7 +142,16 @@ KVSAFE_FS_TIER: Final[Mapping[str, Option]] = {
     "backpressure": Option("object", "Overrides the top level, key by key.", check_backpressure),
 }  # fmt: skip
 
-_OWN_TABLES: Final = {"fs": FS_TIER, "kvsafe-fs": KVSAFE_FS_TIER}
+KVSAFE_LMCACHE_TIER: Final[Mapping[str, Option]] = {
+    **_LMCACHE_OPTIONS,
+    "backpressure": KVSAFE_FS_TIER["backpressure"],
+}
+
+_OWN_TABLES: Final = {
+    "fs": FS_TIER,
+    "kvsafe-fs": KVSAFE_FS_TIER,
+    "kvsafe-lmcache": KVSAFE_LMCACHE_TIER,
+}
 
 
 class TierConfig(msgspec.Struct, frozen=True):
@@ -222,6 +232,14 @@ def check_kvsafe_fs(raw: Mapping[object, object]) -> dict[str, object]:
     Sizes come back in bytes. Raises `Refused`. Checking twice changes nothing.
     """
     return _by_table(KVSAFE_FS_TIER, raw)
+
+
+def check_kvsafe_lmcache(raw: Mapping[object, object]) -> dict[str, object]:
+    """Check the options of a `kvsafe-lmcache` tier, `type` included; returns the others.
+
+    Raises `Refused`. Checking twice changes nothing.
+    """
+    return _by_table(KVSAFE_LMCACHE_TIER, raw)
 
 
 def _check_other_tier(kind: str, raw: dict[object, object]) -> TierConfig:

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A promotion under way: which chunk is in which row, and what has become of each."""
+
+from dataclasses import dataclass, field, replace
+
+from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.tiering.base import JobResult
+
+
+@dataclass(slots=True)
+class Promotion:
+    """One load of a tier, from its submission until every row that it brought was judged.
+
+    Attributes:
+        keys: the row of each key.
+        result: what the tier reported, once it has.
+        waiting: proofs that have not ended.
+        proven: keys whose rows were opened.
+    """
+
+    keys: dict[OffloadKey, int]
+    result: JobResult | None = None
+    waiting: int = 0
+    proven: list[OffloadKey] = field(default_factory=list)
+
+    def outcome(self) -> JobResult:
+        """What the manager is told: only what was proven has arrived."""
+        if self.result is None or not self.keys:
+            return self.result or JobResult(job_id=-1, success=False)
+        complete = len(self.proven) == len(self.keys)
+        return replace(
+            self.result,
+            success=complete,
+            successful_keys=None if complete else tuple(self.proven) or None,
+        )
