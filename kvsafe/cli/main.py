@@ -43,7 +43,13 @@ COMMANDS = (
     Command(
         "demo", "kvsafe.cli.demo", "show the whole story on a real vLLM engine on this machine"
     ),
+    Command("doctor", "kvsafe.cli.doctor", "check this machine and configuration before serving"),
+    Command("inspect", "kvsafe.cli.inspect", "what is this chunk, or what does this folder hold"),
+    Command("verify", "kvsafe.cli.verify", "open every chunk of a tier's folder"),
+    Command("purge", "kvsafe.cli.purge", "remove chunks by age, namespace, epoch, key or identity"),
+    Command("fuzz", "kvsafe.cli.fuzz", "try hostile inputs on everything that reads them"),
     Command("model", "kvsafe.cli.model", "walk the lifecycle's state machine and its faults"),
+    Command("conformance", "kvsafe.cli.conformance", "trials for tiers, ours and other people's"),
 )
 
 

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvsafe conformance`: every suite is named, found, and takes its own words."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from kvsafe.cli.conformance import SUITES
+from kvsafe.cli.main import main
+
+
+def test_help_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["conformance", "--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0
+    assert set(SUITES) == {"tier", "lmcache", "lmcache-client"}
+    assert "lmcache, lmcache-client, tier" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("suite", "option"),
+    [("tier", "--json"), ("lmcache", "lm://HOST:PORT"), ("lmcache-client", "--driver")],
+)
+def test_every_suite_has_its_own_help(
+    suite: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["conformance", suite, "--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0
+    assert f"kvsafe conformance {suite}" in said
+    assert option in said
+
+
+def test_an_unknown_suite_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["conformance", "lmcach"])
+    assert left.value.code == 2
+    assert "lmcache-client" in capsys.readouterr().err
+
+
+def test_a_server_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    from conformance.lmcache.hostile_resp import HostileRedis
+
+    for temper, code in (("good", 0), ("integer", 1)):
+        with HostileRedis(temper) as server:
+            url = f"resp://{server.host}:{server.port}"
+            words = ("conformance", "lmcache", url, "--case", "set-get", "--json")
+            assert main(words) == code
+        assert len(json.loads(capsys.readouterr().out)["results"]) == 1
+
+
+def test_a_server_that_is_not_there_and_a_client_without_words_are_misuse(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert main(["conformance", "lmcache", f"lm://127.0.0.1:{port}"]) == 2
+    assert main(["conformance", "lmcache-client"]) == 2
+    assert "--driver" in capsys.readouterr().err
+
+
+def test_the_tempers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", "lmcache-client", "--wire", "resp", "--list"]) == 0
+    assert "huge-bulk" in capsys.readouterr().out
