@@ -4,7 +4,8 @@
     python -m benchmarks.scheduler_side [--json] [--rounds N]
 
 Both are real: vLLM's `TieringOffloadingManager` over its shared region, and `KVSafeManager`
-over sealed rows, both LRU, no secondary tier. What workers do (copy, tag) is not counted.
+over sealed rows with its monitor on (the default), both LRU, no secondary tier. What workers do
+(copy, tag) is not counted. The last row compares our manager with its monitor and without.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
@@ -30,8 +32,8 @@ from kvsafe.engine.counters import Counters
 from kvsafe.engine.epochs import EpochKeeper
 from kvsafe.engine.journal import RefusalJournal
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
-from kvsafe.engine.primary import SealedPrimaryTier
 from kvsafe.engine.verdicts import Verdicts
+from kvsafe.engine.watched import primary_tier
 from kvsafe.seal.header import bitmap
 from kvsafe.seal.layout import RECORD
 
@@ -93,23 +95,30 @@ class Side:
 
 
 @contextlib.contextmanager
-def sealed_side() -> Iterator[Side]:
-    """Our manager; the worker's record is written as a worker would, outside the timing."""
+def sealed_side(monitor: str) -> Iterator[Side]:
+    """Our manager, watched or not; what a worker writes is written outside the timing."""
     from tests.support.stations import bare_station
 
     with tempfile.TemporaryDirectory() as folder:
         station = bare_station(Path(folder), slice_bytes=PAYLOAD, rows=ROWS)
         region = station.open_region(ROWS)
         epochs = EpochKeeper(station.epoch_file, region.announce_epoch)
-        primary = SealedPrimaryTier(
-            region, epochs, cache_policy="lru", cache_policy_module_path=None, enable_events=False
+        counters = Counters("blake3-keyed", ())
+        primary = primary_tier(
+            monitor,
+            counters,
+            region,
+            epochs,
+            cache_policy="lru",
+            cache_policy_module_path=None,
+            enable_events=False,
         )
         manager = KVSafeManager(
             primary,
             [],
             station,
             epochs,
-            Counters("blake3-keyed", ()),
+            counters,
             RefusalJournal(lambda key: key),
             Verdicts(active=False),
             ThreadPoolExecutor(1),
@@ -155,10 +164,14 @@ def stock_side() -> Iterator[Side]:
 def main() -> int:
     """Run and print microseconds per chunk."""
     options = arguments("scheduler-side cost per chunk", 30)
-    with sealed_side() as ours, stock_side() as theirs:
+    with (
+        sealed_side("log") as ours,
+        stock_side() as theirs,
+        sealed_side("off") as unwatched,
+    ):
         batches = [[make_offload_key(os.urandom(32), 0) for _ in range(BATCH)] for _ in range(40)]
         rows = []
-        totals = {"ours": [], "theirs": []}  # type: dict[str, list[dict[str, float]]]
+        totals: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": [], "unwatched": []}
 
         def one(side: Side, name: str) -> float:
             before = dict(side.seconds)
@@ -170,15 +183,27 @@ def main() -> int:
 
         one(ours, "ours")
         one(theirs, "theirs")
+        one(unwatched, "unwatched")
         totals["ours"].clear()
         totals["theirs"].clear()
         whole = paired(lambda: one(ours, "ours"), lambda: one(theirs, "theirs"), options.rounds)
         chunks = BATCH * len(batches)
+        monitor = paired(
+            lambda: one(ours, "ours"), lambda: one(unwatched, "unwatched"), options.rounds
+        )
         for step in STEPS:
-            mine = sorted(item[step] for item in totals["ours"])[options.rounds // 2]
-            yours = sorted(item[step] for item in totals["theirs"])[options.rounds // 2]
+            mine = median(item[step] for item in totals["ours"])
+            yours = median(item[step] for item in totals["theirs"])
             rows.append(_row(step, mine / chunks, yours / chunks, mine / yours if yours else 0.0))
         rows.append(_row("all", whole.ours / chunks, whole.theirs / chunks, whole.ratio))
+        rows.append(
+            _row(
+                "all, monitor on / off",
+                monitor.ours / chunks,
+                monitor.theirs / chunks,
+                monitor.ratio,
+            )
+        )
     show(rows, as_json=options.json)
     return 0
 

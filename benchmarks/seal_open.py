@@ -9,6 +9,7 @@
 import hashlib
 import os
 import sys
+from functools import partial
 
 from blake3 import blake3
 
@@ -77,7 +78,7 @@ def _keyring(suite: Suite) -> Keyring:
     if suite is Suite.BLAKE3:
         return Keyring.unkeyed()
     return Keyring(
-        suite.label,  # type: ignore[arg-type]
+        suite.label,
         SealKey.of(os.urandom(32)),
         name_secret=os.urandom(32),
     )
@@ -92,9 +93,7 @@ def main() -> int:
             bench = Bench(suite, size)
             for name in ("seal", "open"):
                 result = paired(
-                    lambda b=bench, n=name: b.time(n),
-                    lambda b=bench: b.time("bare"),
-                    options.rounds,
+                    partial(bench.time, name), partial(bench.time, "bare"), options.rounds
                 )
                 rows.append(
                     {
