@@ -61,9 +61,13 @@ def run(args: argparse.Namespace) -> int:
         entrant = enter(args.tier, options, args.sealed, args.promise)
     except (Unknown, ValueError, ImportError) as exc:
         raise Misused(str(exc)) from exc
+    before = logging.root.manager.disable
     if not args.verbose:
         logging.disable(logging.CRITICAL)
-    results = list(_with_progress(entrant, chosen))
+    try:
+        results = list(_with_progress(entrant, chosen))
+    finally:
+        logging.disable(before)
     document = report(entrant, results)
     if args.junit is not None:
         args.junit.write_bytes(junit(entrant, results))
