@@ -125,10 +125,14 @@ class KVSafeManager(TieringOffloadingManager):
         req_context: ReqContext,
         request_level_tiers: set[int],
     ) -> None:
-        super()._cascade_existing_chunks_to_request_level_tiers(
-            keys, req_context, request_level_tiers
-        )
         request = req_context.req_id
+        # A key that is offered twice while its write is in flight would be sent twice in one job.
+        parked = self._req_state[request].pending_cascade_keys
+        super()._cascade_existing_chunks_to_request_level_tiers(
+            [key for key in dict.fromkeys(keys) if key not in parked],
+            req_context,
+            request_level_tiers,
+        )
         self._parking.park(request, self._req_state[request].pending_cascade_keys)
 
     def _flush_pending_cascades(self) -> None:
