@@ -24,7 +24,7 @@ from kvsafe.engine.journal import logger
 from kvsafe.engine.primary import SealedPrimaryTier
 from kvsafe.lifecycle.monitor import HIT, MISS, WAIT, Divergence, Monitor
 
-_ANSWERS = {LookupResult.HIT: HIT, LookupResult.MISS: MISS, LookupResult.HIT_PENDING: WAIT}
+_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 
 
 class Watch:
@@ -66,7 +66,8 @@ class WatchedPrimaryTier(SealedPrimaryTier):
 
     def __init__(self, counters: Counters, *args: Any, enforce: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.watch = Watch(Monitor(self._num_chunks), counters, enforce=enforce)
+        self._monitor = Monitor(self._num_chunks)
+        self.watch = Watch(self._monitor, counters, enforce=enforce)
 
     @property
     def stopped(self) -> bool:
@@ -80,22 +81,28 @@ class WatchedPrimaryTier(SealedPrimaryTier):
     def note_proven(self, keys: Iterable[OffloadKey]) -> None:
         """These were sealed or opened: they may become ready."""
         for key in keys:
-            self.watch.monitor.proven(key)
+            self._monitor.proven(key)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """The answer as it is without a monitor, and the monitor's word on it."""
         epoch = self._epochs.epoch
         result = super().lookup(key, req_context)
-        self._tell(self.watch.monitor.answered, key, _ANSWERS[result], epoch)
+        # Once per chunk and step, so without `_tell`, and without hashing an enum.
+        try:
+            self._monitor.answered(
+                key, HIT if result is _HIT else MISS if result is _MISS else WAIT, epoch
+            )
+        except Exception as exc:
+            self.watch.fault(exc)
         return result
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """As without a monitor."""
-        self._tell(self.watch.monitor.begin_offer, keys)
+        self._tell(self._monitor.begin_offer, keys)
         output = super().prepare_store(keys, req_context)
-        self._tell(self.watch.monitor.end_offer, output is not None)
+        self._tell(self._monitor.end_offer, output is not None)
         self._recount()
         return output
 
@@ -104,12 +111,12 @@ class WatchedPrimaryTier(SealedPrimaryTier):
     ) -> None:
         """End writes, well or badly."""
         if not success:
-            self._tell(self.watch.monitor.begin_failure, keys)
+            self._tell(self._monitor.begin_failure, keys)
         super().complete_store(keys, req_context, success)
         if success:
-            self._tell(self.watch.monitor.readied, keys)
+            self._tell(self._monitor.readied, keys)
         else:
-            self._tell(self.watch.monitor.end_failure)
+            self._tell(self._monitor.end_failure)
         self._recount()
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -123,18 +130,18 @@ class WatchedPrimaryTier(SealedPrimaryTier):
         removed = super().withdraw(keys)
         for key in keys:
             if key in self._withdrawn:
-                self._tell(self.watch.monitor.withdrawn, key)
+                self._tell(self._monitor.withdrawn, key)
         return removed
 
     def reset_cache(self) -> None:
         """Forget every chunk."""
         super().reset_cache()
-        self.watch.monitor.reset()
+        self._monitor.reset()
 
     def _unpinned(self, keys: Collection[OffloadKey]) -> None:
         get = self._policy.get
         counts = [None if (chunk := get(key)) is None else chunk.ref_cnt for key in keys]
-        self._tell(self.watch.monitor.unpinned, keys, counts)
+        self._tell(self._monitor.unpinned, keys, counts)
         super()._unpinned(keys)
 
     def _prepare_load(
@@ -142,23 +149,23 @@ class WatchedPrimaryTier(SealedPrimaryTier):
     ) -> LoadStoreSpec:
         spec = super()._prepare_load(keys, req_context, record_access=record_access)
         get = self._policy.get
-        self._tell(self.watch.monitor.pinned, keys, [get(key).ref_cnt for key in keys])
+        self._tell(self._monitor.pinned, keys, [get(key).ref_cnt for key in keys])
         return spec
 
     def _allocate_chunks(self, keys: list[OffloadKey]) -> list[ChunkStatus]:
         chunks: list[ChunkStatus] = super()._allocate_chunks(keys)
         given = [chunk.chunk_id for chunk in chunks]
         epoch = self._row_epochs[given[0]] if given else 0
-        self._tell(self.watch.monitor.allocated, keys, given, epoch)
+        self._tell(self._monitor.allocated, keys, given, epoch)
         return chunks
 
     def _free_chunk(self, chunk: ChunkStatus) -> None:
-        self._tell(self.watch.monitor.freed, chunk.chunk_id)
+        self._tell(self._monitor.freed, chunk.chunk_id)
         super()._free_chunk(chunk)
 
     def _recount(self) -> None:
         self._tell(
-            self.watch.monitor.counted,
+            self._monitor.counted,
             self._num_evictable_cache_chunks,
             self._num_write_pending_chunks,
             self._get_num_free_chunks(),

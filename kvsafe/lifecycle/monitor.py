@@ -235,6 +235,8 @@ class Monitor:
             if answer is not MISS and not self._blind:
                 self._diverge("only ready is offered", MISS, answer)
             return
+        if answer is HIT and entry.stage == OFFERED and entry.epoch == epoch:
+            return
         if answer is HIT and entry.epoch != epoch:
             self._lose(key, "revoked is never served", MISS, HIT)
         elif answer is not _STEPS.answers[entry.stage] and answer is not MISS:
