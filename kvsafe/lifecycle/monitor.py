@@ -186,7 +186,7 @@ class Monitor:
         for key, count in zip(keys, counts, strict=True):
             entry = entries.get(key)
             if entry is None:
-                self._unknown(key, "only ready is read", "no chunk", "a reader")
+                self._unknown("only ready is read", "no chunk", "a reader")
                 continue
             step = table[entry.stage][entry.pins if entry.pins < _MANY else _MANY]
             if step is None:
@@ -205,7 +205,7 @@ class Monitor:
         for key, count in zip(keys, counts, strict=True):
             entry = entries.get(key)
             if entry is None:
-                self._unknown(key, "pins equal readers", "no chunk", "a reader less")
+                self._unknown("pins equal readers", "no chunk", "a reader less")
                 continue
             step = table[entry.stage][entry.pins if entry.pins < _MANY else _MANY]
             if step is None:
@@ -274,7 +274,7 @@ class Monitor:
         elif entry.pins == 0:
             self._evictable -= 1
 
-    def _unknown(self, key: Hashable, law: str, expected: str, found: str) -> None:
+    def _unknown(self, law: str, expected: str, found: str) -> None:
         if not self._blind:
             self._diverge(law, expected, found)
 
