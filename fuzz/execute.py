@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -31,6 +31,7 @@ def check(target: Target, data: bytes, *, alarm: bool = True) -> Finding | None:
     Without `alarm` an execution that never ends is for others to notice: Atheris has an alarm of
     its own, and there is only one.
     """
+    _forget_peak()
     before, peak = time.monotonic(), _peak_mib()
     try:
         with _watched(target.seconds) if alarm else nullcontext():
@@ -73,7 +74,20 @@ def place_of(error: BaseException) -> str:
 
 
 def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Peak of resident memory since the last `_forget_peak`, in MiB.
+
+    Not `getrusage`: its peak is inherited from the process that started this one (Linux carries it
+    over an exec), so a large parent hides every allocation of a small child.
+    """
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        words = file.read().partition("VmHWM:")[2].split(None, 1)
+    return int(words[0]) / 1024
+
+
+def _forget_peak() -> None:
+    """Let the peak begin anew, see proc(5); where that is not allowed it is that of a lifetime."""
+    with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
 
 
 @contextmanager
