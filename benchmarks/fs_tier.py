@@ -40,7 +40,7 @@ from vllm.v1.kv_offload.tiering.fs import manager as stock
 
 from benchmarks.report import show
 from benchmarks.seal_open import Bench
-from kvsafe.engine.fs_tier import KVSafeFsTier
+from kvsafe.engine.fs.tier import KVSafeFsTier
 from kvsafe.host import HostRegion, RegionShape
 from kvsafe.seal.suites import Suite
 from kvsafe.tiers import ChunkStore, StoreSetting

@@ -29,11 +29,11 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from benchmarks.report import arguments, paired, show
 from kvsafe.engine.counters import Counters
-from kvsafe.engine.epochs import EpochKeeper
 from kvsafe.engine.journal import RefusalJournal
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
-from kvsafe.engine.verdicts import Verdicts
-from kvsafe.engine.watched import primary_tier
+from kvsafe.engine.requests.verdicts import Verdicts
+from kvsafe.engine.rows.epochs import EpochKeeper
+from kvsafe.engine.rows.watched import primary_tier
 from kvsafe.seal.header import bitmap
 from kvsafe.seal.layout import RECORD
 

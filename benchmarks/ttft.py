@@ -61,7 +61,8 @@ def _engine(folder: Path, *, checks: bool) -> Any:
 
 def _take_checks_out() -> None:
     """Leave the fences, take out tagging and opening: the bare copier and the bare tier."""
-    from kvsafe.engine import proof, tier
+    from kvsafe.engine.rows import proof
+    from kvsafe.engine.tiers import proving as tier
     from kvsafe.seal import sealing
 
     proof.RowProof.before_load = proof.RowProof.fence  # type: ignore[method-assign]

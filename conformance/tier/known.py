@@ -16,7 +16,7 @@ from conformance.tier.folder import BASIC, promises
 from conformance.tier.subject import Subject
 
 STOCK_FS = "vllm.v1.kv_offload.tiering.fs.manager:FileSystemTierManager"
-KVSAFE_FS = "kvsafe.engine.fs_tier:KVSafeFsTier"
+KVSAFE_FS = "kvsafe.engine.fs.tier:KVSafeFsTier"
 LMCACHE_FS = "conformance.tier.drivers.lmcache_fs:LMCacheFs"
 SPOOLCACHE = "conformance.tier.drivers.spoolcache:SpoolCache"
 UNDER_PROOF = frozenset(

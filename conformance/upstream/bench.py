@@ -14,9 +14,9 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvsafe.engine.adapters import AdapterLedger
 from kvsafe.engine.config import parse_config
-from kvsafe.engine.epochs import EpochKeeper
+from kvsafe.engine.identity.adapters import AdapterLedger
+from kvsafe.engine.rows.epochs import EpochKeeper
 from kvsafe.engine.station import Launch, Station
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.identity import IDENTITY_FIELDS, Identity

@@ -29,10 +29,10 @@ from kvsafe.engine.connector import KVSafeConnector
 from kvsafe.engine.counters import Counters
 from kvsafe.engine.journal import RefusalJournal
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
-from kvsafe.engine.primary import SealedPrimaryTier
+from kvsafe.engine.requests.verdicts import Verdicts
+from kvsafe.engine.rows.primary import SealedPrimaryTier
+from kvsafe.engine.rows.transfer import ProofCounts
 from kvsafe.engine.scheduler import KVSafeConnectorScheduler
-from kvsafe.engine.transfer import ProofCounts
-from kvsafe.engine.verdicts import Verdicts
 from kvsafe.engine.worker import KVSafeConnectorWorker
 from kvsafe.seal.header import bitmap
 

@@ -17,7 +17,7 @@ def _primary(name: str, change: Callable[[Any], Any]) -> Fault:
     """Another method in the primary tier. The engine is imported only when it is needed."""
 
     def fault(patch: Patch, target: Target) -> None:
-        from kvsafe.engine.primary import SealedPrimaryTier
+        from kvsafe.engine.rows.primary import SealedPrimaryTier
 
         patch.set(SealedPrimaryTier, name, change(getattr(SealedPrimaryTier, name)))
 
@@ -67,7 +67,7 @@ def _failed_stores_stay(right: Any) -> Any:
 
 def _turned_round(patch: Patch, target: Target) -> None:
     """Every chunk of a load or store gets its blocks from the other end."""
-    from kvsafe.engine import placer
+    from kvsafe.engine.rows import placer
 
     right: Any = vars(placer)["place_run"]
 

@@ -15,7 +15,8 @@ On the command line: `python -m fuzz.world --flavour stock|kvsafe --runs N --see
 """
 
 from fuzz.world.outcome import Finding, Outcome, WrongWorld
-from fuzz.world.plan import FLAVOURS, Event, Plan, Setting, from_bytes, from_seed, read
+from fuzz.world.plan import FLAVOURS, Event, Plan, Setting, from_seed, read
+from fuzz.world.raw import from_bytes
 
 
 def run(source: "int | bytes | Plan", flavour: str = "kvsafe") -> Outcome:

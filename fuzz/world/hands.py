@@ -11,13 +11,13 @@ from types import ModuleType
 from typing import Any
 
 CLOCKED = (
-    "kvsafe.engine.patience",
-    "kvsafe.engine.primary",
+    "kvsafe.engine.tiers.patience",
+    "kvsafe.engine.rows.primary",
     "kvsafe.engine.scheduler",
-    "kvsafe.engine.epochs",
+    "kvsafe.engine.rows.epochs",
     "kvsafe.engine.journal",
-    "kvsafe.engine.tier",
-    "kvsafe.engine.waits",
+    "kvsafe.engine.tiers.proving",
+    "kvsafe.engine.requests.waits",
 )
 
 

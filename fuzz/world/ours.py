@@ -28,17 +28,17 @@ from kvsafe.device.cpu import CpuEngine
 from kvsafe.device.order import CopyTask
 from kvsafe.device.plan import RowPlan
 from kvsafe.device.work import TaskDone, first_refusal
-from kvsafe.engine.adapters import AdapterLedger
 from kvsafe.engine.assembly import Parts
 from kvsafe.engine.config import KVSafeConfig, parse_config, to_vllm_extra
 from kvsafe.engine.counters import Counters
-from kvsafe.engine.epochs import EpochKeeper
-from kvsafe.engine.names import ObjectNames
-from kvsafe.engine.patience import RowKeeper
-from kvsafe.engine.proof import RowProof
+from kvsafe.engine.identity.adapters import AdapterLedger
+from kvsafe.engine.rows.epochs import EpochKeeper
+from kvsafe.engine.rows.proof import RowProof
 from kvsafe.engine.spec import Assembly, KVSafeSpec
 from kvsafe.engine.station import Launch, Station
-from kvsafe.engine.tier import ProofDesk, ProvingTier
+from kvsafe.engine.tiers.names import ObjectNames
+from kvsafe.engine.tiers.patience import RowKeeper
+from kvsafe.engine.tiers.proving import ProofDesk, ProvingTier
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.identity import IDENTITY_FIELDS, Identity
 from kvsafe.seal.keyfile import load_or_create

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan: the shape of a world and what its driver does, as plain data that can be cut down.
 
-A plan comes from a seed, from any bytes, or from a line of JSON. Events carry small numbers
-that are taken modulo what is there when they happen, so every plan is valid, and so is every
-plan from which events were removed.
+A plan comes from a seed, from a line of JSON, or from any bytes (`raw`). Events carry small
+numbers that are taken modulo what is there when they happen, so every plan is valid, and so is
+every plan from which events were removed.
 """
 
 import json
@@ -74,7 +74,7 @@ _TIERS = ((), (False,), (False,), (True,), (False, False), (True, False))
 
 # Name and weight. Resets, faults and what only kvsafe survives by design have tables of their
 # own, so that a world can be calm: nothing is found in one that is reset at every turn.
-_WORK = {
+WORK = {
     "step": 30,
     "arrive": 14,
     "copy": 14,
@@ -88,7 +88,7 @@ _WORK = {
     "eager": 3,
     "execute": 3,
 }
-_RESETS = {
+RESETS = {
     "reset_blocks": 3,
     "reset_running": 3,
     "reset_connector": 2,
@@ -96,9 +96,9 @@ _RESETS = {
     "reset_twice": 1,
     "pause": 1,
 }
-_FAULTS = {"tier_fail": 3, "tier_part": 2, "lose": 2, "kill": 1, "lie": 1}
+FAULTS = {"tier_fail": 3, "tier_part": 2, "lose": 2, "kill": 1, "lie": 1}
 # A theme of its own: resets of the connector while requests with sliding windows run.
-_OVERTAKEN = {
+OVERTAKEN = {
     "step": 40,
     "arrive": 12,
     "copy": 10,
@@ -112,9 +112,9 @@ _OVERTAKEN = {
     "reset_twice": 1,
     "reset_running": 1,
 }
-_WINDOWED = ((8,), (0, 8), (0, 5), (0, 16), (8,), (0, 8, 16))
-_OURS = {"proofs": 10}
-_OUR_FAULTS = {
+WINDOWED = ((8,), (0, 8), (0, 5), (0, 16), (8,), (0, 8, 16))
+OURS = {"proofs": 10}
+OUR_FAULTS = {
     "copy_fault": 2,
     "damage_row": 1,
     "damage_object": 2,
@@ -125,7 +125,6 @@ _OUR_FAULTS = {
     "foreign_epoch": 1,
 }
 FLAVOURS = ("stock", "kvsafe")
-EVENT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,33 +167,24 @@ def read(line: str) -> Plan:
 
 def from_seed(seed: int, flavour: str, length: int = 60) -> Plan:
     """The plan of a seed: about `length` events."""
-    rng = random.Random(seed)
-    return _drawn(rng.randrange, flavour, lambda draw: length // 2 + draw(length))
-
-
-def from_bytes(data: bytes, flavour: str) -> Plan:
-    """The plan that any bytes stand for; bytes that are not there count as zeros."""
-    at = 0
-
-    def draw(bound: int) -> int:
-        nonlocal at
-        at += 1
-        return (data[at - 1] if at <= len(data) else 0) % bound
-
-    return _drawn(draw, flavour, lambda _: max(0, len(data) - at) // EVENT_BYTES)
-
-
-def _drawn(draw: Draw, flavour: str, count: Callable[[Draw], int]) -> Plan:
-    setting = _setting(draw, flavour)
+    draw = random.Random(seed).randrange
+    setting = setting_of(draw, flavour)
     overtaken = draw(5) == 0
     if overtaken:
-        windows = _WINDOWED[draw(len(_WINDOWED))]
-        blocks = (8 + draw(8)) * len(windows)
-        setting = replace(setting, windows=windows, blocks=blocks, rows=4 + draw(9))
-    return Plan(flavour, setting, tuple(_events(draw, flavour, count(draw), overtaken=overtaken)))
+        setting = windowed(setting, draw)
+    count = length // 2 + draw(length)
+    return Plan(flavour, setting, tuple(_events(draw, flavour, count, overtaken=overtaken)))
 
 
-def _setting(draw: Draw, flavour: str) -> Setting:
+def windowed(setting: Setting, draw: Draw) -> Setting:
+    """The same world with sliding windows and little memory."""
+    windows = WINDOWED[draw(len(WINDOWED))]
+    blocks = (8 + draw(8)) * len(windows)
+    return replace(setting, windows=windows, blocks=blocks, rows=4 + draw(9))
+
+
+def setting_of(draw: Draw, flavour: str) -> Setting:
+    """Any world."""
     ours = flavour == "kvsafe"
     windows = _GROUPS[draw(len(_GROUPS))]
     per_chunk = (1, 1, 2, 2, 3)[draw(5)]
@@ -222,17 +212,22 @@ def _setting(draw: Draw, flavour: str) -> Setting:
 
 
 def _events(draw: Draw, flavour: str, count: int, *, overtaken: bool) -> list[Event]:
-    weights = dict(_OVERTAKEN if overtaken else _WORK)
+    weights = dict(OVERTAKEN if overtaken else WORK)
     mood, ours = draw(8), flavour == "kvsafe"
     if ours:
-        weights.update(_OURS)
+        weights.update(OURS)
     if overtaken:
         mood = 4
     if mood % 2:
-        weights.update(_RESETS)
+        weights.update(RESETS)
     elif mood == 2:
         weights["reset_blocks"] = 4
     if mood in (0, 1, 5):
-        weights.update({**_FAULTS, **(_OUR_FAULTS if ours else {})})
-    names = [name for name, weight in weights.items() for _ in range(weight)]
+        weights.update({**FAULTS, **(OUR_FAULTS if ours else {})})
+    names = by_weight(weights)
     return [Event(names[draw(len(names))], draw(256), draw(256), draw(256)) for _ in range(count)]
+
+
+def by_weight(weights: dict[str, int]) -> list[str]:
+    """Every name as often as its weight says."""
+    return [name for name, weight in weights.items() for _ in range(weight)]

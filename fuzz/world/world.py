@@ -11,7 +11,7 @@ from unittest import mock
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
-import kvsafe.engine.tier
+import kvsafe.engine.tiers.proving
 from fuzz.world import bench, checks, doors, ours, parts
 from fuzz.world.announced import Announced
 from fuzz.world.driver import Driver
@@ -101,7 +101,7 @@ def run_plan(plan: Plan) -> Outcome:
 
 @contextlib.contextmanager
 def _by_hand() -> Iterator[Any]:
-    with bench.quiet(), mock.patch.object(kvsafe.engine.tier, "ends_within", ours.inline):
+    with bench.quiet(), mock.patch.object(kvsafe.engine.tiers.proving, "ends_within", ours.inline):
         yield clocked
 
 

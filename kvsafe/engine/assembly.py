@@ -27,7 +27,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvsafe.device import ExpectedGroup, GeometryExpectation
-from kvsafe.engine.adapters import AdapterLedger
 from kvsafe.engine.config import (
     EngineFacts,
     KVSafeConfig,
@@ -35,21 +34,22 @@ from kvsafe.engine.config import (
     refuse_unsafe,
     to_vllm_extra,
 )
-from kvsafe.engine.identity import (
+from kvsafe.engine.identity.adapters import AdapterLedger
+from kvsafe.engine.identity.registry import foreign_names, remember_identity
+from kvsafe.engine.identity.running import (
     RANDOM_NONE_HASH,
     none_hash_fingerprint,
     read_identity,
 )
-from kvsafe.engine.journal import logger
-from kvsafe.engine.registry import foreign_names, remember_identity
-from kvsafe.engine.spec import Assembly, KVSafeSpec
-from kvsafe.engine.station import Launch, Station
-from kvsafe.engine.weights import (
+from kvsafe.engine.identity.weights import (
     code_digest,
     newest_change_ns,
     resolve_model_folder,
     weights_digest,
 )
+from kvsafe.engine.journal import logger
+from kvsafe.engine.spec import Assembly, KVSafeSpec
+from kvsafe.engine.station import Launch, Station
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.identity import Identity
 from kvsafe.seal.keyfile import from_environment, load_or_create

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvsafe.engine.transfer import ProofCounts
+from kvsafe.engine.rows.transfer import ProofCounts
 from kvsafe.seal.refusal import Refusal
 
 SEALED = "kvsafe:chunks_sealed"

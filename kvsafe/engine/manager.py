@@ -25,15 +25,15 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from kvsafe.engine.counters import SEALED, STORES_FAILED, Counters
-from kvsafe.engine.epochs import EpochKeeper
 from kvsafe.engine.journal import RefusalJournal
-from kvsafe.engine.parking import Parking
-from kvsafe.engine.primary import SealedPrimaryTier
-from kvsafe.engine.sealwork import SealedBatch, SealWork
+from kvsafe.engine.requests.parking import Parking
+from kvsafe.engine.requests.verdicts import Verdicts
+from kvsafe.engine.requests.waits import Claims, Waits
+from kvsafe.engine.rows.epochs import EpochKeeper
+from kvsafe.engine.rows.primary import SealedPrimaryTier
+from kvsafe.engine.rows.sealwork import SealedBatch, SealWork
+from kvsafe.engine.rows.transfer import ChunkFailure, SealedRowsSpec
 from kvsafe.engine.station import Station
-from kvsafe.engine.transfer import ChunkFailure, SealedRowsSpec
-from kvsafe.engine.verdicts import Verdicts
-from kvsafe.engine.waits import Claims, Waits
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.seal.sealing import HeaderSealer
 

@@ -8,8 +8,8 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 CONNECTOR_NAME = "KVSafeConnector"
 SPEC_NAME = "KVSafeSpec"
 TIERS = {
-    "kvsafe-fs": ("kvsafe.engine.fs_tier", "KVSafeFsTier"),
-    "kvsafe-lmcache": ("kvsafe.engine.lmcache_tier", "KVSafeLmcacheTier"),
+    "kvsafe-fs": ("kvsafe.engine.fs.tier", "KVSafeFsTier"),
+    "kvsafe-lmcache": ("kvsafe.engine.lmcache.tier", "KVSafeLmcacheTier"),
 }
 
 

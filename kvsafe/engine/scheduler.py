@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from kvsafe.engine.adapters import (
+from kvsafe.engine.identity.adapters import (
     AdapterDigest,
     AdapterLedger,
     AdapterUnknown,
@@ -33,17 +33,17 @@ from kvsafe.engine.adapters import (
 )
 from kvsafe.engine.journal import logger
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
-from kvsafe.engine.placer import Placer
-from kvsafe.engine.prompts import attach_prompt
-from kvsafe.engine.retired import TransferRows
-from kvsafe.engine.source import SourceCheck
-from kvsafe.engine.transfer import (
+from kvsafe.engine.requests.prompts import attach_prompt
+from kvsafe.engine.requests.source import SourceCheck
+from kvsafe.engine.requests.windows import give_up_stored_blocks, wanted_slots, windowed_groups
+from kvsafe.engine.rows.placer import Placer
+from kvsafe.engine.rows.retired import TransferRows
+from kvsafe.engine.rows.transfer import (
     ChunkFailure,
     KVSafeWorkerMetadata,
     SealedRowsSpec,
     SlotBlocks,
 )
-from kvsafe.engine.windows import give_up_stored_blocks, wanted_slots, windowed_groups
 from kvsafe.seal.header import bitmap
 from kvsafe.seal.refusal import Refusal, RefusalKind
 

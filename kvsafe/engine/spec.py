@@ -31,20 +31,20 @@ from kvsafe.device import (
     require_expectation,
 )
 from kvsafe.engine.counters import Counters, metric_definitions
-from kvsafe.engine.epochs import EpochKeeper
 from kvsafe.engine.journal import RefusalJournal, logger
-from kvsafe.engine.lmcache_probe import NOTE, note_document, probe_pages
-from kvsafe.engine.lmcache_tier import TIER_TYPE as LMCACHE_TIER
-from kvsafe.engine.lmcache_tier import KVSafeLmcacheTier
+from kvsafe.engine.lmcache.probe import NOTE, note_document, probe_pages
+from kvsafe.engine.lmcache.tier import TIER_TYPE as LMCACHE_TIER
+from kvsafe.engine.lmcache.tier import KVSafeLmcacheTier
 from kvsafe.engine.manager import KVSafeManager
-from kvsafe.engine.names import ForeignNames, ObjectNames
-from kvsafe.engine.objects import adopt_objects
-from kvsafe.engine.patience import RowKeeper
-from kvsafe.engine.proof import RowProof
+from kvsafe.engine.requests.verdicts import Verdicts
+from kvsafe.engine.rows.epochs import EpochKeeper
+from kvsafe.engine.rows.proof import RowProof
+from kvsafe.engine.rows.watched import primary_tier
 from kvsafe.engine.station import Station
-from kvsafe.engine.tier import ProofDesk, ProvingTier
-from kvsafe.engine.verdicts import Verdicts
-from kvsafe.engine.watched import primary_tier
+from kvsafe.engine.tiers.names import ForeignNames, ObjectNames
+from kvsafe.engine.tiers.objects import adopt_objects
+from kvsafe.engine.tiers.patience import RowKeeper
+from kvsafe.engine.tiers.proving import ProofDesk, ProvingTier
 from kvsafe.engine.worker import KVSafeWorker
 from kvsafe.host import HostRegion
 

@@ -19,8 +19,8 @@ from vllm.v1.kv_offload.base import (
 
 from kvsafe.device import Copier, CopyOutcome, CopyPlan, Direction, PlanFault
 from kvsafe.engine.journal import logger
-from kvsafe.engine.proof import RowProof, SealedRowPlan
-from kvsafe.engine.transfer import (
+from kvsafe.engine.rows.proof import RowProof, SealedRowPlan
+from kvsafe.engine.rows.transfer import (
     ChunkFailure,
     KVSafeWorkerMetadata,
     ProofCounts,

@@ -13,8 +13,8 @@ import pytest
 from blake3 import blake3
 
 from kvsafe.cli import main
-from kvsafe.engine.epochs import PRIVATE_EPOCH
-from kvsafe.engine.names import object_name
+from kvsafe.engine.rows.epochs import PRIVATE_EPOCH
+from kvsafe.engine.tiers.names import object_name
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.keyring import key_id_of
 from tests.seal.rows import EPOCH, NAMES, OLD_SECRET, SECRET, World

@@ -22,7 +22,7 @@ from kvsafe.cli.inspect.judge import Judge
 from kvsafe.cli.inspect.keys import Epochs, Keys
 from kvsafe.cli.inspect.outline import Outline, outline_of
 from kvsafe.cli.inspect.reading import Depth, Reader
-from kvsafe.engine.epochs import PRIVATE_EPOCH
+from kvsafe.engine.rows.epochs import PRIVATE_EPOCH
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.identity import IDENTITY_FIELDS
 from kvsafe.seal.opening import read_outer

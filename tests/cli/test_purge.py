@@ -13,7 +13,7 @@ import pytest
 from kvsafe.cli import UsageError
 from kvsafe.cli.purge.choice import seconds_of
 from kvsafe.cli.purge.hand import StoreHand
-from kvsafe.engine.epochs import PRIVATE_EPOCH
+from kvsafe.engine.rows.epochs import PRIVATE_EPOCH
 from kvsafe.seal.keyring import key_id_of
 from kvsafe.tiers.outcome import FileId
 from tests.cli.shelf import Caller, Shelf, flip

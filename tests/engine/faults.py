@@ -228,7 +228,7 @@ def accept_epochs(state: State) -> None:
 
 def accept_late_rows(state: State) -> None:
     """The fence says yes to everything, where it is called and where it is captured."""
-    from kvsafe.engine.proof import RowProof
+    from kvsafe.engine.rows.proof import RowProof
 
     state.replace(RowProof, "fence", lambda *_: None)
     steps = _steps(state, "store")

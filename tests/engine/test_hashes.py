@@ -98,7 +98,7 @@ def test_what_differs_has_another_block_hash(name: str) -> None:
 
 def test_the_content_of_an_adapter_is_in_the_key() -> None:
     """vLLM's hash has the name alone; what kvsafe binds to it has the content."""
-    from kvsafe.engine.adapters import bind_adapter
+    from kvsafe.engine.identity.adapters import bind_adapter
 
     [block, *_] = block_hashes(lora_request=lora("a"))
     bound = {bind_adapter(block, bytes([seed]) * 32) for seed in range(4)}
@@ -109,7 +109,7 @@ def test_the_content_of_an_adapter_is_in_the_key() -> None:
 def test_group_and_identity_are_in_the_name() -> None:
     from vllm.v1.kv_offload.base import make_offload_key
 
-    from kvsafe.engine.names import object_name
+    from kvsafe.engine.tiers.names import object_name
     from kvsafe.seal.suites import Suite
 
     [block, *_] = block_hashes()
@@ -171,7 +171,7 @@ def identity(model: Path, given: dict[str, Any] | None = None, **settings: Any) 
         KVCacheTensor,
     )
 
-    from kvsafe.engine.identity import read_identity
+    from kvsafe.engine.identity.running import read_identity
 
     chosen = {"model": str(model), "dtype": "float32", "max_model_len": 2048, **settings}
     config = EngineArgs(**chosen).create_engine_config()

@@ -27,7 +27,7 @@ def stock(root: Path, blocks: int = 1, **options: Any) -> dict[str, Any]:
     """`kv_transfer_config` of a plain `OffloadingConnector` with a sealing tier."""
     tier = {
         "type": "SealingFsTier",
-        "module_path": "kvsafe.engine.second_door",
+        "module_path": "kvsafe.engine.fs.second_door",
         "root_dir": str(root / "store"),
         "capacity_bytes": "1GiB",
         "state_dir": str(root / STATE),

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
-from kvsafe.engine.lmcache_probe import NOTE, PageNote, note_document
-from kvsafe.engine.lmcache_tier import KVSafeLmcacheTier
-from kvsafe.engine.prompts import attach_prompt
-from kvsafe.engine.tier import ProvingTier
+from kvsafe.engine.lmcache.probe import NOTE, PageNote, note_document
+from kvsafe.engine.lmcache.tier import KVSafeLmcacheTier
+from kvsafe.engine.requests.prompts import attach_prompt
+from kvsafe.engine.tiers.proving import ProvingTier
 from kvsafe.lmcache.frames import OK, Reply
 from tests.engine_unit.sealed_world import PAYLOAD, World
 from tests.support.peers import LmServer, RespServer, Value

@@ -28,15 +28,15 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvsafe.engine.counters import Counters
-from kvsafe.engine.epochs import EpochKeeper
 from kvsafe.engine.journal import RefusalJournal
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
-from kvsafe.engine.names import ForeignNames, ObjectNames
-from kvsafe.engine.objects import FsObjects, adopt_objects
-from kvsafe.engine.tier import ProofDesk, ProvingTier
-from kvsafe.engine.transfer import SealedRowsSpec
-from kvsafe.engine.verdicts import Verdicts
-from kvsafe.engine.watched import WatchedPrimaryTier, primary_tier
+from kvsafe.engine.requests.verdicts import Verdicts
+from kvsafe.engine.rows.epochs import EpochKeeper
+from kvsafe.engine.rows.transfer import SealedRowsSpec
+from kvsafe.engine.rows.watched import WatchedPrimaryTier, primary_tier
+from kvsafe.engine.tiers.names import ForeignNames, ObjectNames
+from kvsafe.engine.tiers.objects import FsObjects, adopt_objects
+from kvsafe.engine.tiers.proving import ProofDesk, ProvingTier
 from kvsafe.seal.header import Header, bitmap
 from kvsafe.seal.refusal import Refusal
 from tests.support.stations import bare_station

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvsafe.engine import adapters, weights
-from kvsafe.engine.adapters import AdapterDigest, AdapterLedger, AdapterUnknown, bind_adapter
+from kvsafe.engine.identity import adapters, weights
+from kvsafe.engine.identity.adapters import (
+    AdapterDigest,
+    AdapterLedger,
+    AdapterUnknown,
+    bind_adapter,
+)
 
 NEVER = 2**62
 """An engine start in the far future: every file is older than it."""

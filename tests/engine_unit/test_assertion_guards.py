@@ -28,8 +28,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, TransferResu
 from fuzz.world.plan import Event, Plan, Setting
 from fuzz.world.world import run_plan
 from kvsafe.engine.counters import metric_definitions
+from kvsafe.engine.rows.transfer import ChunkFailure, KVSafeWorkerMetadata, SealedRowsSpec
 from kvsafe.engine.spec import KVSafeSpec
-from kvsafe.engine.transfer import ChunkFailure, KVSafeWorkerMetadata, SealedRowsSpec
 from kvsafe.engine.worker import KVSafeConnectorWorker, KVSafeWorker
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from tests.engine_unit.sealed_world import HandExecutor, World, key_of, running

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvsafe.engine.epochs import PRIVATE_EPOCH, EpochKeeper
-from kvsafe.engine.names import ObjectNames
+from kvsafe.engine.rows.epochs import PRIVATE_EPOCH, EpochKeeper
+from kvsafe.engine.tiers.names import ObjectNames
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.keyring import Keyring
 from kvsafe.seal.suites import Suite
@@ -42,7 +42,7 @@ def test_an_operator_can_say_that_weights_survive(tmp_path: Path) -> None:
 def test_a_raise_elsewhere_revokes_a_private_epoch_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvsafe.engine.epochs._POLL_S", 0.0)
+    monkeypatch.setattr("kvsafe.engine.rows.epochs._POLL_S", 0.0)
     keeper = EpochKeeper(_file(tmp_path), lambda epoch: None)
     keeper.poll()
     assert keeper.epoch == 0

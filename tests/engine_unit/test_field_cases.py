@@ -28,9 +28,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 from fuzz.world.outcome import Outcome
 from fuzz.world.plan import Event, Plan, Setting
 from fuzz.world.world import run_plan
-from kvsafe.engine.parking import Parking
+from kvsafe.engine.requests.parking import Parking
 from kvsafe.engine.scheduler import KVSafeConnectorScheduler
-from kvsafe.engine.tier import ProvingTier
+from kvsafe.engine.tiers.proving import ProvingTier
 from kvsafe.seal.refusal import RefusalKind
 from tests.engine_unit.sealed_world import HandExecutor, HandTier, World, key_of, running
 from tests.engine_unit.stock_world import StockWorld

@@ -22,8 +22,8 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvsafe.engine.config import parse_config
 from kvsafe.engine.config.problems import ConfigError
-from kvsafe.engine.fs_objects import CHARGED, OPERATIONS, STUCK, FsTierObjects
-from kvsafe.engine.fs_tier import KVSafeFsTier
+from kvsafe.engine.fs.objects import CHARGED, OPERATIONS, STUCK, FsTierObjects
+from kvsafe.engine.fs.tier import KVSafeFsTier
 from kvsafe.engine.plugin import register
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.tiers import Os
@@ -398,7 +398,7 @@ def test_wrong_options_are_refused(tmp_path: Path, change: dict[str, Any], key: 
 def test_under_the_stock_spec_it_names_the_one_that_seals(tmp_path: Path) -> None:
     """It must not take rows that nobody has sealed."""
     memory = memoryview(bytearray(ROWS * ROW)).cast("B", (ROWS, ROW))
-    with pytest.raises(ValueError, match=r"SealingFsTier.*kvsafe\.engine\.second_door"):
+    with pytest.raises(ValueError, match=r"SealingFsTier.*kvsafe\.engine\.fs\.second_door"):
         KVSafeFsTier(
             SimpleNamespace(),
             memory,
@@ -443,4 +443,4 @@ def test_a_tier_without_capacity_or_with_a_typo_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean capacity_bytes"):
         _parsed(capacity_bytes=1, capacity_byte=1)
     with pytest.raises(ConfigError, match="module_path"):
-        _parsed(capacity_bytes=1, module_path="kvsafe.engine.fs_tier")
+        _parsed(capacity_bytes=1, module_path="kvsafe.engine.fs.tier")

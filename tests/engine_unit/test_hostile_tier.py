@@ -32,8 +32,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvsafe.engine.counters import TIER_FAULTS, Counters
-from kvsafe.engine.tier import ProvingTier
-from kvsafe.engine.tier_door import MOST_AT_ONCE, TierDoor, clean_event, clean_result
+from kvsafe.engine.tiers.door import MOST_AT_ONCE, TierDoor, clean_event, clean_result
+from kvsafe.engine.tiers.proving import ProvingTier
 from kvsafe.seal.refusal import RefusalKind
 from tests.engine_unit.sealed_world import (
     WAIT_S,
@@ -379,7 +379,7 @@ def test_a_drain_that_raises_breaks_no_reset(ours: World) -> None:
 def test_a_proof_that_hangs_breaks_no_reset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvsafe.engine.tier._DRAIN_S", 0.1)
+    monkeypatch.setattr("kvsafe.engine.tiers.proving._DRAIN_S", 0.1)
     free, real = threading.Event(), ProvingTier._open
     threads: Any = ThreadPoolExecutor(1)
 

@@ -23,13 +23,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvsafe.engine.identity import (
+from kvsafe.engine.identity.running import (
     IdentityUnknown,
     none_hash_fingerprint,
     read_identity,
     version_line,
 )
-from kvsafe.engine.identity_values import value_digest
+from kvsafe.engine.identity.values import value_digest
 from kvsafe.seal.identity import Identity, IdentityError, differences
 from kvsafe.seal.suites import Suite
 

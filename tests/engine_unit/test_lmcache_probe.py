@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvsafe.device import DeviceTensor, Geometry, GroupRef
-from kvsafe.engine.lmcache_probe import PageNote, note_document, probe_pages, read_note
+from kvsafe.engine.lmcache.probe import PageNote, note_document, probe_pages, read_note
 
 HEADS, TOKENS, SIZE, BLOCKS = 2, 8, 16, 5
 Update = Callable[..., None]

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvsafe.engine.config.problems import ConfigError
-from kvsafe.engine.lmcache_probe import PageNote
+from kvsafe.engine.lmcache.probe import PageNote
 from kvsafe.lmcache import parse_key
 from kvsafe.lmcache.keys import CacheKey
 from kvsafe.seal.header import Header

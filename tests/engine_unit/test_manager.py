@@ -14,9 +14,9 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
-from kvsafe.engine.primary import SealedPrimaryTier
-from kvsafe.engine.tier import ProvingTier
-from kvsafe.engine.transfer import ChunkFailure, SealedRowsSpec
+from kvsafe.engine.rows.primary import SealedPrimaryTier
+from kvsafe.engine.rows.transfer import ChunkFailure, SealedRowsSpec
+from kvsafe.engine.tiers.proving import ProvingTier
 from kvsafe.seal.epoch import EpochError, EpochFile
 from kvsafe.seal.header import Header, bitmap
 from kvsafe.seal.layout import LayoutError

@@ -14,8 +14,8 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
 from kvsafe.engine.counters import DIVERGENCES, MONITOR_STOPPED
 from kvsafe.engine.manager import KVSafeManager
-from kvsafe.engine.primary import SealedPrimaryTier
-from kvsafe.engine.watched import WatchedPrimaryTier
+from kvsafe.engine.rows.primary import SealedPrimaryTier
+from kvsafe.engine.rows.watched import WatchedPrimaryTier
 from kvsafe.lifecycle.monitor import Monitor
 from tests.engine_unit.sealed_world import World, key_of, running
 

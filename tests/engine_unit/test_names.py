@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsafe.engine import names as names_module
-from kvsafe.engine.names import ForeignNames, ObjectNames, object_name
+from kvsafe.engine.tiers import names as names_module
+from kvsafe.engine.tiers.names import ForeignNames, ObjectNames, object_name
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.seal.suites import Suite
 from tests.seal.rows import KEY, OLD_SECRET, SECRET, keyring

@@ -13,9 +13,9 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import OffloadKey
 
-from kvsafe.engine import objects
 from kvsafe.engine.journal import logger
-from kvsafe.engine.objects import QUARANTINE_FOLDER, FsObjects
+from kvsafe.engine.tiers import objects
+from kvsafe.engine.tiers.objects import QUARANTINE_FOLDER, FsObjects
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 REFUSAL = Refusal.of(RefusalKind.PAYLOAD_TAG, "payload", "a", "b")

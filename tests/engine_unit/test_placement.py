@@ -17,17 +17,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 
 from kvsafe.engine.manager import IssuedStore
-from kvsafe.engine.placement import (
+from kvsafe.engine.requests.source import SourceCheck, compare_source
+from kvsafe.engine.rows.placement import (
     FlatBlocks,
     chunk_blocks,
     disagreement,
     place_run,
     place_single_blocks,
 )
-from kvsafe.engine.placer import Placer
+from kvsafe.engine.rows.placer import Placer
+from kvsafe.engine.rows.transfer import SealedRowsSpec
 from kvsafe.engine.scheduler import KVSafeConnectorScheduler
-from kvsafe.engine.source import SourceCheck, compare_source
-from kvsafe.engine.transfer import SealedRowsSpec
 from kvsafe.seal.header import bitmap
 from kvsafe.seal.refusal import Refusal, RefusalKind
 

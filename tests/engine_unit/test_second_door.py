@@ -17,10 +17,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvsafe.device import ExpectedGroup, GeometryExpectation
 from kvsafe.engine.assembly import AssemblyError
-from kvsafe.engine.found_config import ConfigNotFound, engine_configs
-from kvsafe.engine.planned_geometry import GeometryUnknown, planned_geometry
-from kvsafe.engine.second_door import SealingFsTier
-from kvsafe.engine.tier_seal import refuse_unsealable
+from kvsafe.engine.fs.second_door import SealingFsTier
+from kvsafe.engine.identity.found_config import ConfigNotFound, engine_configs
+from kvsafe.engine.identity.planned_geometry import GeometryUnknown, planned_geometry
+from kvsafe.engine.tiers.self_sealing import refuse_unsealable
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 WINDOW = SlidingWindowSpec(

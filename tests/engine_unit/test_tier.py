@@ -20,9 +20,9 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent, OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobResult
 
-from kvsafe.engine.names import ForeignNames
-from kvsafe.engine.objects import QUARANTINE_FOLDER
-from kvsafe.engine.transfer import SealedRowsSpec
+from kvsafe.engine.rows.transfer import SealedRowsSpec
+from kvsafe.engine.tiers.names import ForeignNames
+from kvsafe.engine.tiers.objects import QUARANTINE_FOLDER
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from tests.engine_unit.sealed_world import HandExecutor, World, content_of, key_of, running
 
@@ -644,7 +644,7 @@ def test_a_load_that_never_ends_is_given_up_and_its_row_kept_apart(hand: World) 
 def test_a_tier_that_does_not_come_to_rest_holds_up_no_reset(
     hand: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvsafe.engine.tier._DRAIN_S", 0.1)
+    monkeypatch.setattr("kvsafe.engine.tiers.proving._DRAIN_S", 0.1)
     stuck = threading.Event()
     monkeypatch.setattr(hand.hand, "drain_jobs", lambda: stuck.wait(20) and None)
     context = hand.request()
@@ -673,7 +673,7 @@ def test_a_tier_that_does_not_come_to_rest_holds_up_no_reset(
 def test_a_tier_that_does_not_stop_is_left_behind(
     hand: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvsafe.engine.tier._DRAIN_S", 0.1)
+    monkeypatch.setattr("kvsafe.engine.tiers.proving._DRAIN_S", 0.1)
     monkeypatch.setattr(hand.hand, "shutdown", lambda: time.sleep(30), raising=False)
     started = time.monotonic()
     hand.tier.shutdown()
@@ -789,7 +789,7 @@ def test_under_the_fail_policy_who_waits_for_a_refused_chunk_fails(
 def test_refused_names_are_remembered_within_a_bound(
     hand: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvsafe.engine.tier._REFUSED_LIMIT", 3)
+    monkeypatch.setattr("kvsafe.engine.tiers.proving._REFUSED_LIMIT", 3)
     refusal = Refusal.of(RefusalKind.KEY, "key", "x", "y")
     for number in range(10, 20):
         hand.tier._refuse(key_of(number), refusal)

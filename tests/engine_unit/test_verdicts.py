@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from kvsafe.engine.verdicts import Verdicts
+from kvsafe.engine.requests.verdicts import Verdicts
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 A, B, C = b"a", b"b", b"c"

@@ -13,11 +13,11 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
-from kvsafe.engine import waits as waits_module
-from kvsafe.engine.retired import TransferRows
-from kvsafe.engine.shield import Shield
-from kvsafe.engine.waits import CLAIM_STEPS, Claims, Waits
-from kvsafe.engine.windows import give_up_stored_blocks, wanted_slots, windowed_groups
+from kvsafe.engine.requests import waits as waits_module
+from kvsafe.engine.requests.waits import CLAIM_STEPS, Claims, Waits
+from kvsafe.engine.requests.windows import give_up_stored_blocks, wanted_slots, windowed_groups
+from kvsafe.engine.rows.retired import TransferRows
+from kvsafe.engine.rows.shield import Shield
 from tests.engine_unit.sealed_world import World, key_of, running
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvsafe.engine import weights
-from kvsafe.engine.weights import (
+from kvsafe.engine.identity import weights
+from kvsafe.engine.identity.weights import (
     WeightsError,
     code_digest,
     hash_file,

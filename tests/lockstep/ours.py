@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvsafe.engine.manager import IssuedStore
-from kvsafe.engine.tier import ProvingTier
-from kvsafe.engine.transfer import ChunkFailure, SealedRowsSpec
-from kvsafe.engine.waits import CLAIM_STEPS
+from kvsafe.engine.requests.waits import CLAIM_STEPS
+from kvsafe.engine.rows.transfer import ChunkFailure, SealedRowsSpec
+from kvsafe.engine.tiers.proving import ProvingTier
 from kvsafe.lifecycle import rows
 from kvsafe.lifecycle import transfers as way
 from kvsafe.lifecycle.requests import remember, with_request

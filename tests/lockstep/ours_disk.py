@@ -23,8 +23,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvsafe.engine.fs_tier import KVSafeFsTier
-from kvsafe.engine.tier import ProvingTier
+from kvsafe.engine.fs.tier import KVSafeFsTier
+from kvsafe.engine.tiers.proving import ProvingTier
 from kvsafe.lifecycle.requests import with_request
 from kvsafe.lifecycle.words import ABSENT, DAMAGED, GOOD
 from kvsafe.tiers.pool import Pool

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvsafe.engine.manager import KVSafeManager
-from kvsafe.engine.parking import Parking
-from kvsafe.engine.shield import Shield
-from kvsafe.engine.tier import ProvingTier
-from kvsafe.engine.waits import Claims, Waits
+from kvsafe.engine.requests.parking import Parking
+from kvsafe.engine.requests.waits import Claims, Waits
+from kvsafe.engine.rows.shield import Shield
+from kvsafe.engine.tiers.proving import ProvingTier
 from tests.lockstep.ours import ASKS, STILL, Ours, ours
 from tests.lockstep.runs import TIMEOUT_S, goes_red, hold
 

@@ -27,8 +27,8 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from fuzz.campaigns import crowd
 from fuzz.campaigns.model_disk import ModelOs
-from kvsafe.engine.fs_tier import KVSafeFsTier
-from kvsafe.engine.tier import ProvingTier
+from kvsafe.engine.fs.tier import KVSafeFsTier
+from kvsafe.engine.tiers.proving import ProvingTier
 from kvsafe.host import HostRegion, RegionShape
 from kvsafe.seal.refusal import RefusalKind
 from kvsafe.tiers import ChunkStore, Os, StoreSetting

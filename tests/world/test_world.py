@@ -22,8 +22,8 @@ from fuzz.world.ours import HandEngine
 from fuzz.world.shrink import shrink
 from kvsafe.engine import scheduler as scheduler_module
 from kvsafe.engine.manager import KVSafeManager
+from kvsafe.engine.requests.waits import Waits
 from kvsafe.engine.scheduler import KVSafeConnectorScheduler
-from kvsafe.engine.waits import Waits
 from tests.support.scenes import SCENES
 
 RUNS = 70

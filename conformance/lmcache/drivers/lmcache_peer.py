@@ -19,19 +19,37 @@ os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 _BUFFERS_GB = 0.25
 
 
-class LMCachePeer:
-    """`LMCServerConnector` of the installed LMCache, with the buffers that an engine gives it."""
+class LMCacheBuffers:
+    """The buffers that LMCache gives its clients in an engine."""
 
     def __init__(self, chunk: tuple[int, int, int] = (2, 16, 32)) -> None:
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=chunk[1], max_local_cpu_size=_BUFFERS_GB, local_cpu=False
         )
-        self._buffers: Any = LocalCPUBackend(config, _metadata(chunk), dst_device="cpu")
+        self.backend: Any = LocalCPUBackend(config, _metadata(chunk), dst_device="cpu")
+
+    def filled(self, wanted: Wanted, data: bytes) -> Any:
+        """A buffer with these bytes."""
+        import torch
+        from lmcache.v1.memory_management import MemoryFormat
+        from lmcache.v1.protocol import INT_TO_DTYPE
+
+        shape, dtype = torch.Size(wanted.shape), INT_TO_DTYPE[wanted.dtype]
+        held = self.backend.allocate(shape, dtype, MemoryFormat(wanted.fmt))
+        ctypes.memmove(held.data_ptr, data, len(data))
+        return held
+
+
+class LMCachePeer:
+    """`LMCServerConnector` of the installed LMCache, with the buffers that an engine gives it."""
+
+    def __init__(self, chunk: tuple[int, int, int] = (2, 16, 32)) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._buffers = LMCacheBuffers(chunk)
         self._connector: Any = None
 
     def open(self, wire: str, host: str, port: int) -> Outcome:
@@ -40,7 +58,7 @@ class LMCachePeer:
             return Outcome("error", note="this driver speaks lm:// only")
         from lmcache.v1.storage_backend.connector.lm_connector import LMCServerConnector
 
-        self._connector = LMCServerConnector(host, port, self._loop, self._buffers)
+        self._connector = LMCServerConnector(host, port, self._loop, self._buffers.backend)
         return Outcome("open")
 
     def look(self, key: str) -> Outcome:
@@ -75,14 +93,7 @@ class LMCachePeer:
 
     def filled(self, wanted: Wanted, data: bytes) -> Any:
         """A buffer of LMCache's with these bytes."""
-        import torch
-        from lmcache.v1.memory_management import MemoryFormat
-        from lmcache.v1.protocol import INT_TO_DTYPE
-
-        shape, dtype = torch.Size(wanted.shape), INT_TO_DTYPE[wanted.dtype]
-        held = self._buffers.allocate(shape, dtype, MemoryFormat(wanted.fmt))
-        ctypes.memmove(held.data_ptr, data, len(data))
-        return held
+        return self._buffers.filled(wanted, data)
 
     def key(self, text: str) -> Any:
         """LMCache's key object of a key text."""

@@ -24,14 +24,14 @@ from conformance.tier.subject import PAYLOAD, Seen, Span, content_of, key_of
 from kvsafe import __version__
 from kvsafe.engine.config import parse_config
 from kvsafe.engine.counters import REFUSED, Counters
-from kvsafe.engine.epochs import EpochKeeper
 from kvsafe.engine.journal import RefusalJournal
-from kvsafe.engine.names import ObjectNames
-from kvsafe.engine.objects import adopt_objects
-from kvsafe.engine.primary import SealedPrimaryTier
+from kvsafe.engine.requests.verdicts import Verdicts
+from kvsafe.engine.rows.epochs import EpochKeeper
+from kvsafe.engine.rows.primary import SealedPrimaryTier
 from kvsafe.engine.station import Launch, Station
-from kvsafe.engine.tier import ProofDesk, ProvingTier
-from kvsafe.engine.verdicts import Verdicts
+from kvsafe.engine.tiers.names import ObjectNames
+from kvsafe.engine.tiers.objects import adopt_objects
+from kvsafe.engine.tiers.proving import ProofDesk, ProvingTier
 from kvsafe.host import HostRegion
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.header import Header, bitmap

@@ -15,8 +15,8 @@ from kvsafe.cli.inspect.outline import Outline
 from kvsafe.cli.inspect.reading import Examined
 from kvsafe.cli.inspect.screen import moment, table
 from kvsafe.cli.inspect.tree import shown
-from kvsafe.engine.epochs import PRIVATE_EPOCH
-from kvsafe.engine.names import GROUP_BYTES
+from kvsafe.engine.rows.epochs import PRIVATE_EPOCH
+from kvsafe.engine.tiers.names import GROUP_BYTES
 from kvsafe.seal.cbor import CborError, decode
 from kvsafe.seal.identity import IDENTITY_FIELDS
 from kvsafe.seal.layout import MAX_DOCUMENT_BYTES

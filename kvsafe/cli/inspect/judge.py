@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from kvsafe.cli.inspect.keys import Epochs, Keys
 from kvsafe.cli.inspect.outline import Outline, layout_of, outline_of
-from kvsafe.engine.epochs import PRIVATE_EPOCH
-from kvsafe.engine.names import GROUP_BYTES, object_name
+from kvsafe.engine.rows.epochs import PRIVATE_EPOCH
+from kvsafe.engine.tiers.names import GROUP_BYTES, object_name
 from kvsafe.seal.cbor import CborError, decode
 from kvsafe.seal.identity import IdentityDamaged, decode_identity
 from kvsafe.seal.keyring import Keyring

@@ -14,7 +14,7 @@ from kvsafe.cli.inspect.outline import Outline
 from kvsafe.cli.inspect.reading import Examined
 from kvsafe.cli.inspect.screen import amount, moment, table
 from kvsafe.cli.inspect.tree import Role, shown
-from kvsafe.engine.epochs import PRIVATE_EPOCH
+from kvsafe.engine.rows.epochs import PRIVATE_EPOCH
 from kvsafe.seal.refusal import MEANINGS, Refusal, RefusalKind
 
 __all__ = ["Line", "Lot", "Sort", "Summary", "refusal_lines", "sort_of"]

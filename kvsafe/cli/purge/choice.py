@@ -13,7 +13,7 @@ from kvsafe.cli.inspect.judge import namespace_of
 from kvsafe.cli.inspect.outline import Outline
 from kvsafe.cli.inspect.reading import Examined
 from kvsafe.cli.inspect.tree import Entry, Role
-from kvsafe.engine.epochs import PRIVATE_EPOCH
+from kvsafe.engine.rows.epochs import PRIVATE_EPOCH
 
 __all__ = ["Choice", "add_choice_arguments", "choice_of", "seconds_of"]
 

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from kvsafe.engine.config.lmcache import LmcacheOptions
 from kvsafe.engine.config.problems import ConfigError, Problem
-from kvsafe.engine.lmcache_names import LmNaming, Naming, RespNaming
-from kvsafe.engine.lmcache_probe import NOTE, PageNote, read_note
-from kvsafe.engine.lmcache_rows import PeerForm
+from kvsafe.engine.lmcache.names import LmNaming, Naming, RespNaming
+from kvsafe.engine.lmcache.probe import NOTE, PageNote, read_note
+from kvsafe.engine.lmcache.rows import PeerForm
 from kvsafe.engine.station import Station
 from kvsafe.lmcache.answers import ChunkShape, PeerStore
 from kvsafe.lmcache.frames import Dtype, Fmt

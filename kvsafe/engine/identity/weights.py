@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from kvsafe.engine.model_folder import resolve_model_folder
+from kvsafe.engine.identity.folder import resolve_model_folder
 
 __all__ = [
     "CacheFile",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second door: `kvsafe-fs` under vLLM's own `TieringOffloadingSpec`, sealing by itself.
 
-    {"type": "SealingFsTier", "module_path": "kvsafe.engine.second_door", "root_dir": ..., ...}
+    {"type": "SealingFsTier", "module_path": "kvsafe.engine.fs.second_door", "root_dir": ..., ...}
 
 For those who only want their disk sealed: rows are vLLM's, without a header; a file is the same
 sealed row that `KVSafeConnector` writes, in the same folder, under the same name. A row is
@@ -25,9 +25,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvsafe.engine.counters import QUARANTINED, metric_definitions
-from kvsafe.engine.fs_tier import Job, KVSafeFsTier
+from kvsafe.engine.fs.tier import Job, KVSafeFsTier
 from kvsafe.engine.journal import adopt_vllm_handlers, logger
-from kvsafe.engine.tier_seal import SEAL_OPTIONS, TierSeal
+from kvsafe.engine.tiers.self_sealing import SEAL_OPTIONS, TierSeal
 from kvsafe.seal.refusal import Refusal
 from kvsafe.tiers import Answer, Os, Outcome, Ticket
 

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvsafe.engine.identity_values import (
+from kvsafe.engine.identity.values import (
     IdentityUnknown,
     dtype_name,
     plain,

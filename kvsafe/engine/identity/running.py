@@ -41,8 +41,8 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from kvsafe.engine.identity_model import draft_value, model_values, remote_code_value
-from kvsafe.engine.identity_values import IdentityUnknown, dtype_name, enum_name, value_digest
+from kvsafe.engine.identity.model import draft_value, model_values, remote_code_value
+from kvsafe.engine.identity.values import IdentityUnknown, dtype_name, enum_name, value_digest
 from kvsafe.seal.identity import Identity, parse_digest
 from kvsafe.seal.layer_names import compress_names
 

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvsafe.engine.config.problems import ConfigError, Refused, under
 from kvsafe.engine.config.tiers import check_kvsafe_fs
-from kvsafe.engine.fs_objects import FsEvents, FsTally, FsTierObjects, fs_metric_definitions
+from kvsafe.engine.fs.objects import FsEvents, FsTally, FsTierObjects, fs_metric_definitions
 from kvsafe.engine.journal import logger
 from kvsafe.seal.refusal import RefusalKind
 from kvsafe.tiers import (
@@ -130,7 +130,7 @@ class KVSafeFsTier(SecondaryTierManager):
             raise ValueError(
                 f"{TIER_TYPE} takes sealed rows: use it under KVSafeConnector, or under vLLM's "
                 'TieringOffloadingSpec as {"type": "SealingFsTier", '
-                '"module_path": "kvsafe.engine.second_door", ...}'
+                '"module_path": "kvsafe.engine.fs.second_door", ...}'
             )
         return self._row_bytes, str(station.config.quarantine)
 

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey
 
-from kvsafe.engine.placement import (
+from kvsafe.engine.rows.placement import (
     FlatBlocks,
     chunk_blocks,
     disagreement,
@@ -23,7 +23,7 @@ from kvsafe.engine.placement import (
     place_single_blocks,
     run_chunks,
 )
-from kvsafe.engine.transfer import SealedRowsSpec, SlotBlocks
+from kvsafe.engine.rows.transfer import SealedRowsSpec, SlotBlocks
 from kvsafe.seal.refusal import Refusal
 
 Placed = list[tuple[int, SlotBlocks]]

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
 )
 
-from kvsafe.engine.objects import NOT_THE_OBJECTS_FAULT, NoteObject
+from kvsafe.engine.tiers.objects import NOT_THE_OBJECTS_FAULT, NoteObject
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.tiers import SUFFIX, ChunkStore, Flaw
 

@@ -31,9 +31,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvsafe.engine.config.lmcache import LmcacheOptions, complete_lmcache
 from kvsafe.engine.config.problems import ConfigError, Refused, under
 from kvsafe.engine.config.tiers import check_kvsafe_lmcache
-from kvsafe.engine.epochs import PRIVATE_EPOCH
 from kvsafe.engine.journal import logger
-from kvsafe.engine.lmcache_form import (
+from kvsafe.engine.lmcache.form import (
     check_engine_fits,
     connect,
     model_name,
@@ -41,11 +40,12 @@ from kvsafe.engine.lmcache_form import (
     page_note,
     peer_form,
 )
-from kvsafe.engine.lmcache_names import ChunkNames, NameBook
-from kvsafe.engine.lmcache_objects import OwnKeys, PeerObjects
-from kvsafe.engine.lmcache_rows import UNATTESTED, Place, RowMover
-from kvsafe.engine.lmcache_tally import PeerTally, peer_metric_definitions
-from kvsafe.engine.tier import ProofDesk
+from kvsafe.engine.lmcache.names import ChunkNames, NameBook
+from kvsafe.engine.lmcache.objects import OwnKeys, PeerObjects
+from kvsafe.engine.lmcache.rows import UNATTESTED, Place, RowMover
+from kvsafe.engine.lmcache.tally import PeerTally, peer_metric_definitions
+from kvsafe.engine.rows.epochs import PRIVATE_EPOCH
+from kvsafe.engine.tiers.proving import ProofDesk
 from kvsafe.lmcache.hashes import hash_chain
 from kvsafe.seal.refusal import Refusal
 from kvsafe.tiers import LOAD, LOOK, STORE, Answer, LookupDesk, Outcome, Pool, Ticket

@@ -9,7 +9,7 @@ The header still says everything; a name is only where to look.
 
 from dataclasses import dataclass
 
-from kvsafe.engine.epochs import PRIVATE_EPOCH
+from kvsafe.engine.rows.epochs import PRIVATE_EPOCH
 from kvsafe.seal.keyring import Keyring
 from kvsafe.seal.refusal import Refusal
 from kvsafe.seal.suites import Suite

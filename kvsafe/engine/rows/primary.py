@@ -20,8 +20,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
-from kvsafe.engine.shield import Shield
-from kvsafe.engine.transfer import SealedRowsSpec
+from kvsafe.engine.rows.shield import Shield
+from kvsafe.engine.rows.transfer import SealedRowsSpec
 from kvsafe.host import HostRegion
 from kvsafe.seal.layout import FIXED
 

@@ -11,8 +11,8 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from kvsafe.engine.counters import Counters
 from kvsafe.engine.journal import RefusalJournal
-from kvsafe.engine.names import ObjectNames
-from kvsafe.engine.objects import ObjectStore
+from kvsafe.engine.tiers.names import ObjectNames
+from kvsafe.engine.tiers.objects import ObjectStore
 
 _ASK_LIMIT = 4096
 

@@ -11,7 +11,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from kvsafe.engine.names import ForeignNames
+from kvsafe.engine.tiers.names import ForeignNames
 from kvsafe.seal.identity import Identity
 from kvsafe.seal.keyring import Keyring
 from kvsafe.seal.layout import MAX_DOCUMENT_BYTES

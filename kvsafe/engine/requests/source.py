@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.v1.kv_offload.base import OffloadKey
 
-from kvsafe.engine.placer import Placer
-from kvsafe.engine.transfer import SlotBlocks
+from kvsafe.engine.rows.placer import Placer
+from kvsafe.engine.rows.transfer import SlotBlocks
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 

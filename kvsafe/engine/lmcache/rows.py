@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvsafe.engine.lmcache_names import ChunkNames
+from kvsafe.engine.lmcache.names import ChunkNames
 from kvsafe.engine.station import Station
 from kvsafe.lmcache.answers import Answer as PeerAnswer
 from kvsafe.lmcache.answers import ChunkShape, Fetch, Found, Lost, Offer, PeerStore

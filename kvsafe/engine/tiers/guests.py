@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
 
-from kvsafe.engine.tier_door import TierDoor, clean_number
+from kvsafe.engine.tiers.door import TierDoor, clean_number
 
 _GUESTS = 4096
 

@@ -15,11 +15,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvsafe.engine.assembly import AssemblyError, assemble
 from kvsafe.engine.config.options import OVERRIDES
 from kvsafe.engine.counters import SEALED, Counters
-from kvsafe.engine.epochs import EpochKeeper
-from kvsafe.engine.found_config import engine_configs
+from kvsafe.engine.identity.found_config import engine_configs
+from kvsafe.engine.identity.planned_geometry import planned_geometry
 from kvsafe.engine.journal import RefusalJournal
-from kvsafe.engine.names import ObjectNames
-from kvsafe.engine.planned_geometry import planned_geometry
+from kvsafe.engine.rows.epochs import EpochKeeper
+from kvsafe.engine.tiers.names import ObjectNames
 from kvsafe.seal.cbor import encode
 from kvsafe.seal.layout import coverage_bytes
 from kvsafe.seal.opening import Expectation, Opener

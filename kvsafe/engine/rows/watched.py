@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
 from kvsafe.engine.counters import DIVERGENCES, MONITOR_STOPPED, Counters
 from kvsafe.engine.journal import logger
-from kvsafe.engine.primary import SealedPrimaryTier
+from kvsafe.engine.rows.primary import SealedPrimaryTier
 from kvsafe.lifecycle.monitor import HIT, MISS, WAIT, Divergence, Monitor
 
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS

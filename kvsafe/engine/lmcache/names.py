@@ -12,7 +12,7 @@ from typing import Protocol
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from kvsafe.engine.prompts import Prompt, prompt_of
+from kvsafe.engine.requests.prompts import Prompt, prompt_of
 from kvsafe.lmcache.chunking import PrefixHashes
 from kvsafe.lmcache.hashes import HashChain, Value
 from kvsafe.lmcache.keys import CacheKey, request_tags

@@ -37,17 +37,17 @@ from vllm.v1.kv_offload.tiering.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvsafe.engine.counters import QUARANTINED, Counters
-from kvsafe.engine.elsewhere import Elsewhere
-from kvsafe.engine.epochs import EpochKeeper
 from kvsafe.engine.journal import RefusalJournal, logger
-from kvsafe.engine.names import ObjectNames
-from kvsafe.engine.objects import ObjectStore
-from kvsafe.engine.patience import JobWatch, RowKeeper, ends_within
-from kvsafe.engine.promotion import Promotion
+from kvsafe.engine.requests.verdicts import Verdicts
+from kvsafe.engine.rows.epochs import EpochKeeper
 from kvsafe.engine.station import Station
-from kvsafe.engine.tier_door import TierDoor
-from kvsafe.engine.tier_guests import DetectorDoor, ParentDoor
-from kvsafe.engine.verdicts import Verdicts
+from kvsafe.engine.tiers.door import TierDoor
+from kvsafe.engine.tiers.elsewhere import Elsewhere
+from kvsafe.engine.tiers.guests import DetectorDoor, ParentDoor
+from kvsafe.engine.tiers.names import ObjectNames
+from kvsafe.engine.tiers.objects import ObjectStore
+from kvsafe.engine.tiers.patience import JobWatch, RowKeeper, ends_within
+from kvsafe.engine.tiers.promotion import Promotion
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 _REFUSED_LIMIT = 65536

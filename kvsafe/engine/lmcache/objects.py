@@ -7,10 +7,10 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvsafe.engine.journal import logger
-from kvsafe.engine.lmcache_names import ChunkNames
-from kvsafe.engine.lmcache_rows import RowMover
-from kvsafe.engine.names import ObjectNames
-from kvsafe.engine.objects import NOT_THE_OBJECTS_FAULT, NoteObject
+from kvsafe.engine.lmcache.names import ChunkNames
+from kvsafe.engine.lmcache.rows import RowMover
+from kvsafe.engine.tiers.names import ObjectNames
+from kvsafe.engine.tiers.objects import NOT_THE_OBJECTS_FAULT, NoteObject
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 _REMEMBERED = 65536

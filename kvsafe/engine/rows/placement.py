@@ -11,7 +11,7 @@ they do not agree the transfer is withheld instead of guessed.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvsafe.engine.transfer import SlotBlocks
+from kvsafe.engine.rows.transfer import SlotBlocks
 from kvsafe.seal.refusal import Refusal, RefusalKind
 
 

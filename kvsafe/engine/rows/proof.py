@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 
 from kvsafe.device import RowPlan
+from kvsafe.engine.rows.transfer import ProofCounts
 from kvsafe.engine.station import Station
-from kvsafe.engine.transfer import ProofCounts
 from kvsafe.host import HostRegion
 from kvsafe.seal.refusal import Refusal, RefusalKind
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from kvsafe.engine.weights import (
+from kvsafe.engine.identity.weights import (
     CachedFile,
     FileStamp,
     WeightsError,
