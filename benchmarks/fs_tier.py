@@ -42,6 +42,7 @@ from benchmarks.report import show
 from benchmarks.seal_open import Bench
 from kvsafe.engine.fs.tier import KVSafeFsTier
 from kvsafe.host import HostRegion, RegionShape
+from kvsafe.seal.keyring import DEFAULT_SUITE
 from kvsafe.seal.suites import Suite
 from kvsafe.tiers import ChunkStore, StoreSetting
 
@@ -157,7 +158,7 @@ class Sealed:
     """Rows that carry seals, and the opening of all of them in two threads."""
 
     def __init__(self, region: HostRegion, payload: int) -> None:
-        self._bench = Bench(Suite.BLAKE3_KEYED, payload)
+        self._bench = Bench(Suite.named(DEFAULT_SUITE), payload)
         self._region = region
         self._threads = ThreadPoolExecutor(2)
 

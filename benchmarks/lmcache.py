@@ -8,6 +8,9 @@ sides, when the server has said that it has the last chunk. What a reader of our
 bytes are here is part of its time: `header` compares the reply with what was asked, `peer` looks
 at the values too (trust: peer), `attested` fetches the companion as well and opens the chunk in
 all ten steps (trust: attested). LMCache's client checks nothing.
+
+Ours moves chunks as the tier does: each by itself, companion first, with the tier's four threads.
+LMCache's own has one connection and asks for one chunk after the other, as its engine does.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 
 from benchmarks.report import arguments, paired, show, timed
 from benchmarks.seal_open import GEOMETRY, IDENTITY
@@ -30,7 +35,7 @@ from kvsafe.lmcache.links import LinkSetting
 from kvsafe.lmcache.lmclient import LmClient
 from kvsafe.lmcache.wire import Address
 from kvsafe.seal.header import bitmap
-from kvsafe.seal.keyring import Keyring, SealKey
+from kvsafe.seal.keyring import DEFAULT_SUITE, Keyring, SealKey
 from kvsafe.seal.layout import RowLayout
 from kvsafe.seal.opening import Expectation, Opener
 from kvsafe.seal.refusal import Refusal
@@ -42,6 +47,7 @@ MIB = math.prod(DIMS) * 2
 SHAPE = ChunkShape(1, 3, DIMS, MIB)
 COUNTS = (1, 16)
 KEYS = 64
+THREADS = 4
 
 
 class Theirs:
@@ -85,21 +91,31 @@ class Sealed:
     """One sealed row of 1 MiB, the opener for it, and its companions."""
 
     def __init__(self) -> None:
-        suite, self.key = Suite.BLAKE3_KEYED, os.urandom(36)
-        keyring = Keyring("blake3-keyed", SealKey.of(os.urandom(32)), name_secret=os.urandom(32))
+        suite, self.key = Suite.named(DEFAULT_SUITE), os.urandom(36)
+        keyring = Keyring(suite.label, SealKey.of(os.urandom(32)), name_secret=os.urandom(32))
         digest = suite.digest(IDENTITY)
         layout = RowLayout.plan(
             identity_bytes=len(IDENTITY), key_bytes=36, slots=1, slice_bytes=(MIB,)
         )
-        self.row = memoryview(bytearray(layout.row_bytes))
-        self.header = self.row[: layout.header_bytes]
-        self.payload = self.row[layout.header_bytes : layout.header_bytes + MIB]
+        self._layout = layout
+        self._place(memoryview(bytearray(layout.row_bytes)))
         self.payload[:] = _numbers()
         setting = SealSetting(suite, keyring, layout, IDENTITY, digest)
         SliceSealer(setting, 0).seal_slice(self.row, self.key, 0, 1)
         HeaderSealer(setting, GEOMETRY).seal(self.row, self.key, 0, 1, bitmap(1, [0]))
         self.companions = Companions(suite, keyring, layout.header_bytes)
         self._opener = Opener(Expectation(suite, keyring, layout, IDENTITY, digest, GEOMETRY))
+
+    def copy(self) -> Sealed:
+        """Another row with the same chunk."""
+        other = copy(self)
+        other._place(memoryview(bytearray(self.row)))
+        return other
+
+    def _place(self, row: memoryview) -> None:
+        first = self._layout.header_bytes
+        self.row, self.header = row, row[:first]
+        self.payload = row[first : first + MIB]
 
     def open(self, companion: memoryview, chunk: memoryview, name: str) -> None:
         """Judge the companion, put the row together, open it; raises when it is refused."""
@@ -113,63 +129,68 @@ class Sealed:
 
 
 class Ours:
-    """Our client, one row and one companion per chunk in flight."""
+    """Our client, one row and one companion per chunk, as many threads as the tier has."""
 
     def __init__(self, address: tuple[str, int]) -> None:
-        self._client = LmClient(LinkSetting(Address(*address), connections=1, deadline_s=60.0))
-        self._sealed = Sealed()
-        self._rows = [memoryview(bytearray(MIB)) for _ in range(max(COUNTS))]
-        length = self._sealed.companions.length
+        setting = LinkSetting(Address(*address), connections=THREADS, deadline_s=60.0)
+        self._client = LmClient(setting)
+        self._threads = ThreadPoolExecutor(THREADS)
+        sealed = Sealed()
+        self._rows = [sealed, *(sealed.copy() for _ in range(max(COUNTS) - 1))]
+        self._into = [memoryview(bytearray(MIB)) for _ in self._rows]
+        length = sealed.companions.length
         self._tails = [memoryview(bytearray(length)) for _ in self._rows]
         self._small = ChunkShape(4, 6, (length, 0, 0, 0), length)
 
-    def put(self, first: int, count: int) -> None:
-        """Store chunks."""
-        keys = [_key(first + at) for at in range(count)]
-        self._expect(
-            self._client.store([Offer(key, SHAPE, self._sealed.payload) for key in keys]),
-            Found.STORED,
-        )
+    def put(self, at: int, key: str) -> None:
+        """Store a chunk."""
+        self._expect(self._client.store([Offer(key, SHAPE, self._rows[at].payload)]), Found.STORED)
 
-    def put_attested(self, first: int, count: int) -> None:
-        """Store chunks and their companions; the row is sealed before, in the engine's own time."""
-        offers = []
-        for at in range(count):
-            key = _key(first + at)
-            companion = self._sealed.companions.make(self._sealed.header, [(key, MIB)])
-            offers.append(Offer(key, SHAPE, self._sealed.payload))
-            offers.append(Offer(_beside(key), self._small, memoryview(companion)))
+    def put_attested(self, at: int, key: str) -> None:
+        """Store chunk and companion; the row is sealed before, in the engine's own time."""
+        row = self._rows[at]
+        companion = row.companions.make(row.header, [(key, MIB)])
+        offers = [
+            Offer(key, SHAPE, row.payload),
+            Offer(_beside(key), self._small, memoryview(companion)),
+        ]
         self._expect(self._client.store(offers), Found.STORED)
 
-    def get(self, first: int, count: int) -> None:
-        """Fetch chunks."""
-        items = [Fetch(_key(first + at), SHAPE, self._rows[at]) for at in range(count)]
-        self._expect(self._client.fetch(items), Found.HIT)
+    def get(self, at: int, key: str) -> None:
+        """Fetch a chunk."""
+        self._expect(self._client.fetch([Fetch(key, SHAPE, self._into[at])]), Found.HIT)
 
-    def get_peer(self, first: int, count: int) -> None:
-        """Fetch chunks and look at their values."""
-        self.get(first, count)
-        for row in self._rows[:count]:
-            if judge_content(row, Dtype.BFLOAT16, DIMS) is not None:
-                raise RuntimeError("values were refused")
+    def get_peer(self, at: int, key: str) -> None:
+        """Fetch a chunk and look at its values."""
+        self.get(at, key)
+        if judge_content(self._into[at], Dtype.BFLOAT16, DIMS) is not None:
+            raise RuntimeError("values were refused")
 
-    def get_attested(self, first: int, count: int) -> None:
-        """Fetch chunks and companions, and open."""
-        items = []
-        for at in range(count):
-            key = _key(first + at)
-            items.append(Fetch(key, SHAPE, self._rows[at]))
-            items.append(Fetch(_beside(key), self._small, self._tails[at]))
+    def get_attested(self, at: int, key: str) -> None:
+        """Fetch companion and chunk, and open."""
+        items = [
+            Fetch(_beside(key), self._small, self._tails[at]),
+            Fetch(key, SHAPE, self._into[at]),
+        ]
         self._expect(self._client.fetch(items), Found.HIT)
-        for at in range(count):
-            self._sealed.open(self._tails[at], self._rows[at], _key(first + at))
+        self._rows[at].open(self._tails[at], self._into[at], key)
+
+    def all_of(self, action: Callable[[int, str], None], first: int, count: int) -> None:
+        """Do it for so many chunks, from key number `first` on."""
+        keys = [_key(first + at) for at in range(count)]
+        if count == 1:
+            action(0, keys[0])
+            return
+        for _ in self._threads.map(action, range(count), keys):
+            pass
 
     def _expect(self, answers: Sequence[object], wanted: Found) -> None:
         if any(answer is not wanted for answer in answers):
             raise RuntimeError(f"our client: {answers}")
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Let go of threads and connections."""
+        self._threads.shutdown()
         self._client.close()
 
 
@@ -207,18 +228,19 @@ def main() -> int:
 
 
 def _measure(ours: Ours, theirs: Theirs, count: int, rounds: int) -> list[dict[str, object]]:
-    kinds: tuple[tuple[str, str, Callable[[int, int], None]], ...] = (
+    kinds: tuple[tuple[str, str, Callable[[int, str], None]], ...] = (
         ("put", "header", ours.put),
         ("put", "attested", ours.put_attested),
         ("get", "header", ours.get),
         ("get", "peer", ours.get_peer),
         ("get", "attested", ours.get_attested),
     )
-    ours.put_attested(0, KEYS)
+    for first in range(0, KEYS, max(COUNTS)):
+        ours.all_of(ours.put_attested, first, max(COUNTS))
     rows: list[dict[str, object]] = []
     for verb, checks, action in kinds:
         found = paired(
-            lambda action=action: timed(lambda: action(0, count)),  # type: ignore[misc]
+            lambda action=action: timed(lambda: ours.all_of(action, 0, count)),  # type: ignore[misc]
             lambda verb=verb: theirs.time(verb, KEYS if verb == "put" else 0, count),  # type: ignore[misc]
             rounds,
         )

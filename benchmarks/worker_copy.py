@@ -5,11 +5,10 @@ Both copiers work on the same tensors and rows.  A round runs one job of every r
 them, in alternating order; what counts is the ratio within a round, so that whatever else the
 machine does meanwhile falls on both sides.
 
-    python benchmarks/worker_copy.py [--json] [--rounds N] [--bytes N]
+    python -m benchmarks.worker_copy [--json] [--rounds N] [--bytes N] [--suite NAME]
 """
 
 import argparse
-import hmac
 import json
 import statistics
 import sys
@@ -18,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
-from blake3 import blake3
 
 from kvsafe.device import (
     Copier,
@@ -31,25 +29,30 @@ from kvsafe.device import (
     RowWindow,
     cpu_copier,
 )
+from kvsafe.seal.keyring import DEFAULT_SUITE
+from kvsafe.seal.suites import TAG_BYTES, Suite, tags_equal
 
 KIB = 1024
 SLICES = (64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
 THREADS = (1, 2)
 LAYERS, SPAN, HEADER = 4, 4, 4096
 KEY = bytes(range(32))
+CONTEXT = bytes(120)
 
 
 class KeyedProof:
-    """Tags a slice with keyed BLAKE3 after a store, checks the tag before a load."""
+    """Tags a slice after a store as workers do, checks the tag before a load."""
 
-    def __init__(self, window: RowWindow) -> None:
+    def __init__(self, window: RowWindow, suite: Suite) -> None:
+        self._suite = suite
         self._window = window
         self._bytes = memoryview(window.base.numpy()).cast("B")
         self._tags: dict[int, bytes] = {}
 
-    def _tag(self, row: RowPlan) -> bytes:
+    def _tag(self, row: RowPlan, like: bytes | None = None) -> bytes:
         start = self._window.slice_start(row.row)
-        return blake3(self._bytes[start : start + self._window.slice_bytes], key=KEY).digest()
+        body = self._bytes[start : start + self._window.slice_bytes]
+        return self._suite.tag_slice(KEY, CONTEXT, body, like=like)
 
     def fence(self, row: RowPlan) -> object | None:
         return None
@@ -59,7 +62,8 @@ class KeyedProof:
         return None
 
     def before_load(self, row: RowPlan) -> object | None:
-        same = hmac.compare_digest(self._tag(row), self._tags.get(row.row, b""))
+        known = self._tags.get(row.row, bytes(TAG_BYTES))
+        same = tags_equal(self._tag(row, known), known)
         return None if same else "tag"
 
 
@@ -83,7 +87,7 @@ class Result:
 class Bench:
     """One slice size and thread count: the same memory under both copiers."""
 
-    def __init__(self, slice_bytes: int, threads: int, total: int) -> None:
+    def __init__(self, suite: Suite, slice_bytes: int, threads: int, total: int) -> None:
         page = slice_bytes // (LAYERS * SPAN)
         self.rows = max(total // slice_bytes, 2 * threads)
         blocks = 1 + self.rows * SPAN
@@ -93,7 +97,7 @@ class Bench:
         base = torch.zeros(self.rows * stride, dtype=torch.int8)
         self.window = RowWindow(base, 0, self.rows, stride, HEADER, slice_bytes)
         self.bare = cpu_copier(self.geometry, self.window, None, threads)
-        self.proof = cpu_copier(self.geometry, self.window, KeyedProof(self.window), threads)
+        self.proof = cpu_copier(self.geometry, self.window, KeyedProof(self.window, suite), threads)
         self._job = 0
 
     def plan(self, direction: Direction) -> CopyPlan:
@@ -162,10 +166,10 @@ def _geometry(page: int, blocks: int) -> Geometry:
     return Geometry(tuple(tensors), (refs,), SPAN)
 
 
-def results(rounds: int, total: int) -> Iterator[Result]:
+def results(suite: Suite, rounds: int, total: int) -> Iterator[Result]:
     for slice_bytes in SLICES:
         for threads in THREADS:
-            bench = Bench(slice_bytes, threads, total)
+            bench = Bench(suite, slice_bytes, threads, total)
             for direction in Direction:
                 yield bench.measure(direction, rounds)
             bench.close()
@@ -188,11 +192,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document, no table")
     parser.add_argument("--rounds", type=int, default=15, help="paired rounds per case")
     parser.add_argument("--bytes", type=int, default=32 * KIB * KIB, help="bytes per job")
+    names = [suite.label for suite in Suite]
+    parser.add_argument("--suite", default=DEFAULT_SUITE, choices=names, help="default %(default)s")
     options = parser.parse_args()
     if not options.json:
         print(HEAD)
     collected = []
-    for result in results(options.rounds, options.bytes):
+    for result in results(Suite.named(options.suite), options.rounds, options.bytes):
         collected.append(asdict(result))
         if not options.json:
             print(line(result), flush=True)

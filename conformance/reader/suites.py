@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests, subkeys and tags of the three suites: spec/chunk.md, section 4."""
+"""Digests, subkeys and tags of the four suites: spec/chunk.md, section 4."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import hmac
 from collections.abc import Iterable
 
 import blake3
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-NUMBERS = {"blake3-keyed": 1, "hmac-sha256": 2, "blake3": 3}
+NUMBERS = {"blake3-keyed": 1, "hmac-sha256": 2, "blake3": 3, "aes256-gmac": 4}
+OVER_SHA256 = ("hmac-sha256", "aes256-gmac")
 PUBLIC_SECRET = hashlib.sha256(b"kvsafe 1 unkeyed: public, proves nothing").digest()
 NO_KEY_ID = bytes(8)
 
@@ -35,7 +37,7 @@ def ring(suite: str, secrets: Iterable[bytes]) -> dict[bytes, bytes]:
 
 def digest(suite: str, data: bytes | memoryview) -> bytes:
     """32 bytes over a document."""
-    if suite == "hmac-sha256":
+    if suite in OVER_SHA256:
         return hashlib.sha256(data).digest()
     return blake3.blake3(data).digest()
 
@@ -43,7 +45,7 @@ def digest(suite: str, data: bytes | memoryview) -> bytes:
 def subkey(suite: str, secret: bytes, purpose: str) -> bytes:
     """The key of one purpose, `header` or `slice`."""
     text = f"kvsafe 1 subkey {suite} {purpose}".encode("ascii")
-    if suite == "hmac-sha256":
+    if suite in OVER_SHA256:
         extracted = _hmac(bytes(32), secret)
         return _hmac(extracted, text, b"\x01")
     return blake3.blake3(text, key=secret).digest()
@@ -51,10 +53,20 @@ def subkey(suite: str, secret: bytes, purpose: str) -> bytes:
 
 def tag(suite: str, key: bytes, *parts: bytes | memoryview) -> bytes:
     """32 bytes over the parts, one after the other."""
-    if suite == "hmac-sha256":
+    if suite in OVER_SHA256:
         return _hmac(key, *parts)
     keyed = suite == "blake3-keyed"
     state = blake3.blake3(key=key) if keyed else blake3.blake3(key)
     for part in parts:
         state.update(part)
     return state.digest()
+
+
+def slice_tag(
+    suite: str, key: bytes, salt: bytes, context: bytes, content: bytes | memoryview
+) -> bytes:
+    """32 bytes over a slice; `salt`, the first half of the tag in suite 4, is for it alone."""
+    if suite != "aes256-gmac":
+        return tag(suite, key, context, content)
+    own = _hmac(key, salt, context)
+    return salt + AESGCM(own).encrypt(bytes(12), b"", content)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import cbor2
@@ -47,12 +47,13 @@ def _loose(data: Any, *, limit: int) -> object:
     return value
 
 
-def _half_tagged(self: Suite, subkey: bytes, parts: Iterable[Any]) -> bytes:
-    first, body = parts
-    return _tag_parts(self, subkey, (first, body[: len(body) // 2]))
+def _half_tagged(
+    self: Suite, subkey: bytes, context: bytes, body: Any, *, like: bytes | None = None
+) -> bytes:
+    return _tag_slice(self, subkey, context, body[: len(body) // 2], like=like)
 
 
-_tag_parts = Suite.tag_parts
+_tag_slice = Suite.tag_slice
 _check_epoch = opening._check_epoch
 _check_key = opening._check_key
 _seal_record = sealing._check_record
@@ -110,7 +111,9 @@ CANARIES = (
     Canary("tail left out", "rows", "bytes behind the payload are not checked", 4000,
            fed(Opener, "_check_padding", _no_tail)),
     Canary("half a slice tagged", "rows", "the tag covers half of the slice", 200,
-           instead(Suite, "tag_parts", _half_tagged)),
+           instead(Suite, "tag_slice", _half_tagged)),
+    Canary("salt taken for the tag", "rows", "only the first half of a slice tag is compared", 600,
+           instead(opening, "tags_equal", lambda one, other: one[:16] == other[:16])),
     Canary("payload left out", "rows", "step 10 is skipped", 600,
            gone(Opener, "open_slice")),
     Canary("slice tag without the key", "rows", "a slice of another key passes", 200,

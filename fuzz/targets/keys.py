@@ -73,7 +73,7 @@ class Keys(Target):
         path, mode = self._folder / "keys.json", source.pick(_MODES)
         path.write_bytes(data)
         path.chmod(mode)
-        suite = source.pick(("blake3-keyed", "hmac-sha256"))
+        suite = source.pick(("blake3-keyed", "hmac-sha256", "aes256-gmac"))
         good = mode & 0o077 == 0 and (mode & 0o400 or os.geteuid() == 0) and _is_good(data)
         try:
             ring = keyfile.load_or_create(path, suite=suite)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ class Keys(Target):
             except keyring.KeyringError:
                 demand(_is_weak(secret), "a good secret was refused")
         keys += [keyring.Keyring.unkeyed().active] if source.rarely() else []
-        suite = source.pick(("blake3-keyed", "hmac-sha256", "blake3", "md5"))
+        suite = source.pick(("blake3-keyed", "hmac-sha256", "blake3", "aes256-gmac", "md5"))
         if not keys:
             return
         ids = [key.key_id for key in keys]

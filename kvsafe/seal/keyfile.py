@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from kvsafe.seal.keyring import (
+    DEFAULT_SUITE,
     MAX_KEYS,
     SECRET_BYTES,
     Keyring,
@@ -59,7 +60,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
         return f"_Document({len(self.keys)} keys)"
 
 
-def load_or_create(path: Path, *, suite: SuiteName = "blake3-keyed") -> Keyring:
+def load_or_create(path: Path, *, suite: SuiteName = DEFAULT_SUITE) -> Keyring:
     """Read the key file at `path` as a ring for `suite`; make one with a fresh key on first use.
 
     Of several processes that find none, one writes it and all of them read that one. Raises
@@ -108,7 +109,7 @@ def retire(path: Path, key_id: bytes) -> None:
 
 
 def from_environment(
-    environ: Mapping[str, str], name: str, *, suite: SuiteName = "blake3-keyed"
+    environ: Mapping[str, str], name: str, *, suite: SuiteName = DEFAULT_SUITE
 ) -> Keyring:
     """Make a ring of the one secret in variable `name`: 32 bytes as base64 or as 64 hex digits.
 
@@ -137,9 +138,9 @@ def _changing(path: Path) -> Iterator[_Document]:
         if data is None:
             raise KeyFileError(path, "does not exist", "It is made on the first start.")
         document = _decode(path, data)
-        _ring(path, document, "blake3-keyed")
+        _ring(path, document, DEFAULT_SUITE)
         yield document
-        _ring(path, document, "blake3-keyed")
+        _ring(path, document, DEFAULT_SUITE)
         folder.replace(path.name, _encode(document))
 
 

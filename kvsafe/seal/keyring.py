@@ -22,10 +22,13 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-SuiteName = Literal["blake3-keyed", "hmac-sha256", "blake3"]
+SuiteName = Literal["aes256-gmac", "blake3-keyed", "hmac-sha256", "blake3"]
 SealPurpose = Literal["header", "slice"]
 StablePurpose = Literal["name", "state"]
 Purpose = Literal["header", "slice", "name", "state"]
+
+DEFAULT_SUITE: Final[SuiteName] = "aes256-gmac"
+"""See spec/decisions/0010 for why."""
 
 SECRET_BYTES: Final = 32
 KEY_ID_BYTES: Final = 8
@@ -37,7 +40,8 @@ UNKEYED_ID: Final = bytes(KEY_ID_BYTES)
 
 _UNKEYED_SECRET: Final = hashlib.sha256(b"kvsafe 1 unkeyed: public, proves nothing").digest()
 _UNKEYED_NAME_SECRET: Final = hashlib.sha256(b"kvsafe 1 unkeyed names: public").digest()
-_KEYED_SUITES: Final = ("blake3-keyed", "hmac-sha256")
+_KEYED_SUITES: Final = ("aes256-gmac", "blake3-keyed", "hmac-sha256")
+_HKDF_SUITES: Final = ("aes256-gmac", "hmac-sha256")
 _SEAL_PURPOSES: Final[tuple[SealPurpose, ...]] = get_args(SealPurpose)
 _STABLE_PURPOSES: Final[tuple[StablePurpose, ...]] = get_args(StablePurpose)
 _MIN_DISTINCT_BYTES: Final = 8
@@ -75,11 +79,11 @@ def weakness_of(secret: bytes) -> str | None:
 def derive_subkey(secret: bytes, suite: SuiteName, purpose: Purpose) -> bytes:
     """Derive the 32-byte subkey of `secret` for one purpose.
 
-    `hmac-sha256` uses HKDF-SHA256 (RFC 5869, no salt); the BLAKE3 suites use keyed BLAKE3 over the
-    purpose. The suite is part of the context: no subkey is shared between suites.
+    `aes256-gmac` and `hmac-sha256` use HKDF-SHA256 (RFC 5869, no salt); the BLAKE3 suites use keyed
+    BLAKE3 over the purpose. The suite is part of the context: no subkey is shared between suites.
     """
     context = f"kvsafe 1 subkey {suite} {purpose}".encode()
-    if suite == "hmac-sha256":
+    if suite in _HKDF_SUITES:
         return HKDF(SHA256(), SECRET_BYTES, salt=None, info=context).derive(secret)
     return blake3(context, key=secret).digest(SECRET_BYTES)
 

@@ -9,12 +9,11 @@ the same for an accident and for an attack; after step 4 (in a keyed suite) the 
 authentic and a refusal says what it honestly is: another key, another model, an old epoch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvsafe.seal.cbor import CborError, decode
+from kvsafe.seal.explaining import explain_geometry, explain_identity
 from kvsafe.seal.header import FixedPart, Header, WriterRecord, read_fixed, read_record
-from kvsafe.seal.identity import IdentityDamaged, decode_identity, differences
 from kvsafe.seal.keyring import Keyring, SealKey
 from kvsafe.seal.layout import (
     FIXED,
@@ -35,6 +34,10 @@ from kvsafe.seal.layout import Slice as WriterSlice
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.seal.sealing import require_suite, slice_context
 from kvsafe.seal.suites import TAG_BYTES, Suite, tags_equal
+
+__all__ = ["Expectation", "Opener", "Spans", "explain_identity", "read_claims", "read_outer"]
+
+_SUITES = [suite.value for suite in Suite]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +140,19 @@ class Opener:
             header.key,
         )
         start = want.layout.header_bytes + place.offset
-        tag = want.suite.tag_parts(
+        tag = want.suite.tag_slice(
             want.keyring.subkey(seal_key, "slice"),
-            (context, row[start : start + place.length]),
+            context,
+            row[start : start + place.length],
+            like=record.tag,
         )
         if tags_equal(tag, record.tag):
             return None
         return Refusal.of(
             RefusalKind.PAYLOAD_TAG,
             f"writer[{place.rank}].tag",
-            record.tag[:8],
-            tag[:8],
+            record.tag[-8:],
+            tag[-8:],
         )
 
     def _check_identity(self, head: bytes, fixed: FixedPart, spans: Spans) -> Refusal | None:
@@ -171,7 +176,7 @@ class Opener:
         document = head[spans.geometry : spans.filler]
         if fixed.geometry_digest == want.geometry_digest and document == want.geometry_document:
             return None
-        return _explain_geometry(want, document, fixed.geometry_digest)
+        return explain_geometry(want.suite, want.geometry_document, document, fixed.geometry_digest)
 
     def _check_writers(self, header: Header) -> Refusal | None:
         slices = self._want.layout.slices
@@ -202,11 +207,9 @@ def read_outer(
 
     Used by `open_header` and by tools that look at chunks of unknown engines.
     """
-    if len(row) < FIXED.size:
-        return Refusal.of(RefusalKind.TOO_SHORT, "row", f"at least {FIXED.size}", len(row))
-    fixed = read_fixed(row)
-    if fixed.magic != MAGIC:
-        return Refusal.of(RefusalKind.BAD_MAGIC, "magic", MAGIC, fixed.magic)
+    fixed = _read_magic(row, len(row))
+    if isinstance(fixed, Refusal):
+        return fixed
     seal_key = _check_terms(fixed, suite, keyring)
     if isinstance(seal_key, Refusal):
         return seal_key
@@ -220,33 +223,48 @@ def read_outer(
     return fixed, spans, head
 
 
-def explain_identity(suite: Suite, expected: bytes, found: bytes, found_digest: bytes) -> Refusal:
-    """Say which identity field differs, or that the document is not what its digest says."""
-    if suite.digest(found) != found_digest:
-        return Refusal.of(RefusalKind.IDENTITY_DAMAGED, "identity", found_digest, "another digest")
-    theirs = decode_identity(found)
-    ours = decode_identity(expected)
-    for document in (theirs, ours):
-        if isinstance(document, IdentityDamaged):
-            return Refusal.of(RefusalKind.IDENTITY_DAMAGED, "identity", "a document", document)
-    if isinstance(theirs, IdentityDamaged) or isinstance(ours, IdentityDamaged):
-        return Refusal.of(RefusalKind.IDENTITY_DAMAGED, "identity", "a document", "damage")
-    unlike = differences(ours, theirs)
-    if not unlike:
-        return Refusal.of(RefusalKind.IDENTITY_DAMAGED, "identity", expected[:8], found[:8])
-    first = unlike[0]
-    names = ", ".join(item.field for item in unlike)
-    return Refusal.of(RefusalKind.IDENTITY, names, first.expected, first.found)
+def read_claims(head: memoryview, row_bytes: int) -> tuple[FixedPart, Spans] | Refusal:
+    """Steps 1 to 3 without a key ring: what a header of any suite claims, within bounds.
+
+    `head` (uint8) is the beginning of a row of `row_bytes` bytes; the fixed part of it is enough.
+    Nothing is proven. A refusal is the one that `read_outer` would give, but for the key id.
+    """
+    fixed = _read_magic(head, row_bytes)
+    if isinstance(fixed, Refusal):
+        return fixed
+    if refusal := _check_format(fixed, None):
+        return refusal
+    spans = _check_lengths(fixed, row_bytes)
+    return spans if isinstance(spans, Refusal) else (fixed, spans)
 
 
-def _check_terms(fixed: FixedPart, suite: Suite, keyring: Keyring) -> SealKey | Refusal:
+def _read_magic(head: memoryview, row_bytes: int) -> FixedPart | Refusal:
+    if min(row_bytes, len(head)) < FIXED.size:
+        return Refusal.of(RefusalKind.TOO_SHORT, "row", f"at least {FIXED.size}", row_bytes)
+    fixed = read_fixed(head)
+    if fixed.magic != MAGIC:
+        return Refusal.of(RefusalKind.BAD_MAGIC, "magic", MAGIC, fixed.magic)
+    return fixed
+
+
+def _check_format(fixed: FixedPart, suite: Suite | None) -> Refusal | None:
+    """Version, suite (None: any that there is) and flags."""
     if fixed.version != FORMAT_VERSION:
         return Refusal.of(RefusalKind.VERSION, "version", FORMAT_VERSION, fixed.version)
-    if fixed.suite != suite.value:
+    if suite is None:
+        if fixed.suite not in _SUITES:
+            return Refusal.of(RefusalKind.SUITE, "suite", f"one of {_SUITES}", fixed.suite)
+    elif fixed.suite != suite.value:
         # Also the refusal of a downgrade: a keyed reader never accepts an unkeyed chunk.
         return Refusal.of(RefusalKind.SUITE, "suite", suite.value, fixed.suite)
     if fixed.flags or fixed.reserved:
         return Refusal.of(RefusalKind.FLAGS, "flags", 0, fixed.flags or fixed.reserved)
+    return None
+
+
+def _check_terms(fixed: FixedPart, suite: Suite, keyring: Keyring) -> SealKey | Refusal:
+    if refusal := _check_format(fixed, suite):
+        return refusal
     seal_key = keyring.get(fixed.key_id)
     if seal_key is None:
         return Refusal.of(RefusalKind.KEY_ID, "key_id", "one in the key ring", fixed.key_id)
@@ -334,38 +352,4 @@ def _check_coverage(header: Header, wanted: Iterable[int]) -> Refusal | None:
     for slot in wanted:
         if not 0 <= slot < slots or not header.covers(slot):
             return Refusal.of(RefusalKind.COVERAGE, f"slot[{slot}]", "written", "not written")
-    return None
-
-
-def _explain_geometry(want: Expectation, found: bytes, found_digest: bytes) -> Refusal:
-    if want.suite.digest(found) != found_digest:
-        return Refusal.of(RefusalKind.GEOMETRY_DAMAGED, "geometry", found_digest, "another digest")
-    try:
-        theirs = decode(found, limit=MAX_DOCUMENT_BYTES)
-        ours = decode(want.geometry_document, limit=MAX_DOCUMENT_BYTES)
-    except CborError as exc:
-        return Refusal.of(RefusalKind.GEOMETRY_DAMAGED, "geometry", "a document", exc)
-    if not isinstance(theirs, dict):
-        return Refusal.of(RefusalKind.GEOMETRY_DAMAGED, "geometry", "a map", type(theirs).__name__)
-    name, expected, got = first_difference("geometry", ours, theirs)
-    return Refusal.of(RefusalKind.GEOMETRY, name, expected, got)
-
-
-def first_difference(name: str, ours: object, theirs: object) -> tuple[str, object, object]:
-    """The first leaf at which two documents differ, by dotted name."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in sorted(set(ours) | set(theirs)):
-            if ours.get(key) != theirs.get(key):
-                return first_difference(f"{name}.{key}", ours.get(key), theirs.get(key))
-    left, right = _items(ours), _items(theirs)
-    if left is not None and right is not None and len(left) == len(right):
-        for index, (one, other) in enumerate(zip(left, right, strict=True)):
-            if one != other:
-                return first_difference(f"{name}[{index}]", one, other)
-    return name, ours, theirs
-
-
-def _items(value: object) -> Sequence[object] | None:
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return value
     return None

@@ -83,7 +83,7 @@ class SliceSealer:
         place = self._place
         context = slice_context(self._identity_digest, epoch, generation, place, key)
         body = row[self._start : self._start + place.length]
-        tag = self._suite.tag_parts(self._subkey, (context, body))
+        tag = self._suite.tag_slice(self._subkey, context, body)
         RECORD.pack_into(
             row,
             self._record,

@@ -61,6 +61,7 @@ class Draft:
     records: dict[int, dict[str, Any]] = field(default_factory=dict)
     filler: bytes = b""
     tail: bytes = b""
+    salt: bytes = bytes(range(16))
 
     def fixed_part(self) -> bytes:
         """Bytes 0 .. 144."""
@@ -101,8 +102,9 @@ class Draft:
         if not values["tag"]:
             place = (values["rank"], len(self.key), values["offset"], values["length"])
             context = CONTEXT.pack(*place, self.epoch, values["generation"], identity_digest)
-            parts = (context, self.key, self.slices[rank])
-            values["tag"] = suites.tag(self.suite, subkey, *parts)
+            values["tag"] = suites.slice_tag(
+                self.suite, subkey, self.salt, context + self.key, self.slices[rank]
+            )
         return RECORD.pack(*values.values())
 
     def row(self) -> bytes:

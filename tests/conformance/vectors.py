@@ -14,7 +14,7 @@ from typing import Any
 from tests.conformance.rows import Draft
 
 FOLDER = Path(__file__).resolve().parents[2] / "conformance" / "vectors"
-NAMES = ("blake3-keyed", "hmac-sha256", "blake3", "blake3-keyed-two-writers")
+NAMES = ("blake3-keyed", "hmac-sha256", "blake3", "aes256-gmac", "blake3-keyed-two-writers")
 
 
 def _content(seed: int, length: int) -> bytes:
@@ -43,8 +43,8 @@ def _draft(suite: str, slots: int, lengths: tuple[int, ...], covered: bytes) -> 
 
 def drafts() -> dict[str, Draft]:
     """The golden rows by name."""
-    one = {name: _draft(name, 1, (384,), b"\1") for name in NAMES[:3]}
-    return {**one, NAMES[3]: _draft("blake3-keyed", 10, (320, 200), b"\xfd\1")}
+    one = {name: _draft(name, 1, (384,), b"\1") for name in NAMES[:4]}
+    return {**one, NAMES[4]: _draft("blake3-keyed", 10, (320, 200), b"\xfd\1")}
 
 
 def wanted(made: Draft) -> list[int]:

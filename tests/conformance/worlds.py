@@ -6,8 +6,10 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
+from unittest import mock
 
 from conformance.reader.chunk_reader import Expected, Verdict, judge
+from kvsafe.seal import suites
 from kvsafe.seal.cbor import encode
 from kvsafe.seal.header import bitmap
 from kvsafe.seal.keyring import Keyring, SealKey
@@ -18,7 +20,7 @@ from kvsafe.seal.sealing import HeaderSealer, SealSetting, SliceSealer
 from kvsafe.seal.suites import Suite
 from tests.conformance.rows import Draft
 
-SUITES = ("blake3-keyed", "hmac-sha256", "blake3")
+SUITES = ("aes256-gmac", "blake3-keyed", "hmac-sha256", "blake3")
 SECRET = bytes((31 * i * i + 7 * i + 5) % 251 for i in range(32))
 OLDER = bytes((17 * i * i + 3 * i + 11) % 251 for i in range(32))
 KEY = bytes(range(100, 132)) + (1).to_bytes(4, "big")
@@ -69,11 +71,7 @@ def keyring(suite: str, secrets: tuple[bytes, ...]) -> Keyring:
     if suite == "blake3":
         return Keyring.unkeyed()
     active, *older = map(SealKey.of, secrets)
-    names: dict[str, Keyring] = {
-        "blake3-keyed": Keyring("blake3-keyed", active, name_secret=OLDER, older=older),
-        "hmac-sha256": Keyring("hmac-sha256", active, name_secret=OLDER, older=older),
-    }
-    return names[suite]
+    return Keyring(Suite.named(suite).label, active, name_secret=OLDER, older=older)
 
 
 def seal_with_kvsafe(made: Draft) -> bytes:
@@ -90,7 +88,8 @@ def seal_with_kvsafe(made: Draft) -> bytes:
     for rank, (end, data) in enumerate(zip(accumulate(lengths), made.slices, strict=True)):
         start = place.header_bytes + end - len(data)
         row[start : start + len(data)] = data
-        SliceSealer(setting, rank).seal_slice(row, made.key, made.epoch, made.generation)
+        with mock.patch.object(suites, "_new_salt", lambda: made.salt):
+            SliceSealer(setting, rank).seal_slice(row, made.key, made.epoch, made.generation)
     sealer = HeaderSealer(setting, made.geometry)
     no = sealer.seal(row, made.key, made.epoch, made.generation, made.coverage)
     if no is not None:

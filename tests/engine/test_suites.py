@@ -23,7 +23,7 @@ def test_no_suite_accepts_the_chunks_of_another(nursery: Nursery, tmp_path: Path
     """Also the refusal of a downgrade: a keyed engine takes no unkeyed chunk."""
     place = Place(tmp_path)
     files: dict[str, list[Path]] = {}
-    for suite in ("blake3", "hmac-sha256", "blake3-keyed"):
+    for suite in ("blake3", "hmac-sha256", "blake3-keyed", "aes256-gmac"):
         # A key file is for one suite, so each has a state of its own; the store is shared.
         settings = place.settings(suite=suite, state_dir=str(tmp_path / f"state-{suite}"))
         with nursery.running(models.qwen3(), kv_transfer_config=settings) as engine:

@@ -54,7 +54,7 @@ def keys(error: ConfigError) -> list[str]:
 def test_defaults() -> None:
     config = parsed()
     assert config.cpu_bytes_to_use == 1 << 30
-    assert config.suite == "blake3-keyed"
+    assert config.suite == "aes256-gmac"
     assert config.state_dir == "/home/someone/.local/state/kvsafe"
     assert config.key_file == "/home/someone/.local/state/kvsafe/keys.json"
     assert config.key_env is None

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from blake3 import blake3
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import ECB
 
 from kvsafe.seal import cbor
 from kvsafe.seal.header import Header, bitmap
@@ -225,11 +228,40 @@ def get(row: bytes | bytearray, name: str) -> int:
 
 def spec_tag(suite: Suite, subkey: bytes, message: bytes) -> bytes:
     """The tag of section 4, written down again."""
-    if suite is Suite.HMAC_SHA256:
+    if suite in (Suite.HMAC_SHA256, Suite.AES256_GMAC):
         return hmac.digest(subkey, message, "sha256")
     if suite is Suite.BLAKE3_KEYED:
         return blake3(message, key=subkey).digest()
     return blake3(subkey + message).digest()
+
+
+def spec_slice_tag(
+    suite: Suite, subkey: bytes, context: bytes, content: bytes, salt: bytes
+) -> bytes:
+    """The tag of section 4.3, written down again; `salt` is for suite 4 only."""
+    if suite is not Suite.AES256_GMAC:
+        return spec_tag(suite, subkey, context + content)
+    return salt + spec_gmac(hmac.digest(subkey, salt + context, "sha256"), content)
+
+
+def spec_gmac(key: bytes, message: bytes) -> bytes:
+    """GMAC by the book (SP 800-38D, 6.3, 6.4 and 7.1), from AES on single blocks; slow."""
+    encryptor = Cipher(AES(key), ECB()).encryptor()
+    hash_key, mask = (encryptor.update(block) for block in (bytes(16), bytes(15) + b"\1"))
+    state = 0
+    padded = message + bytes(-len(message) % 16) + (8 * len(message)).to_bytes(8, "big") + bytes(8)
+    for at in range(0, len(padded), 16):
+        state = _times(state ^ int.from_bytes(padded[at : at + 16], "big"), hash_key)
+    return (state ^ int.from_bytes(mask, "big")).to_bytes(16, "big")
+
+
+def _times(left: int, right: bytes) -> int:
+    """Product in the field of GCM: bits are counted from the left."""
+    product, power = 0, int.from_bytes(right, "big")
+    for place in range(127, -1, -1):
+        product ^= power if left >> place & 1 else 0
+        power = power >> 1 ^ (0xE1 << 120 if power & 1 else 0)
+    return product
 
 
 def kind_of(answer: Header | Refusal) -> str:

@@ -5,7 +5,7 @@ A suite that stays green while a check is missing proves nothing. Each fault her
 form of a mistake that someone could make; the case beside it is the one that has to turn red.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import cbor2
@@ -92,13 +92,12 @@ def _first_record_only(self: Opener, header: Header) -> Refusal | None:
 
 
 def _only_half_a_slice() -> Fault:
-    right = Suite.tag_parts
+    right = Suite.tag_slice
 
-    def tag_parts(self: Suite, subkey: bytes, parts: Iterable[Any]) -> bytes:
-        first, body = parts
-        return right(self, subkey, (first, body[: len(body) // 2]))
+    def tag_slice(self: Suite, subkey: bytes, context: bytes, body: Any, **salt: Any) -> bytes:
+        return right(self, subkey, context, body[: len(body) // 2], **salt)
 
-    return instead(Suite, "tag_parts", tag_parts)
+    return instead(Suite, "tag_slice", tag_slice)
 
 
 def _epoch(accept: Callable[[int, int], bool]) -> Fault:

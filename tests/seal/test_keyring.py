@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECRET = bytes.fromhex("00a1b2c3d4e5f60718293a4b5c6d7e8f90a1b2c3d4e5f60718293a4b5c6d7e8f")
 OTHER = SECRET[::-1]
 NAMES = bytes(x ^ 0x5A for x in SECRET)
-SUITES: tuple[SuiteName, ...] = ("blake3-keyed", "hmac-sha256", "blake3")
+SUITES: tuple[SuiteName, ...] = ("aes256-gmac", "blake3-keyed", "hmac-sha256", "blake3")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
 
 
@@ -69,6 +69,7 @@ FROZEN = {
     "blake3-keyed": "2a96cf40c2977348",
     "hmac-sha256": "fdf6dcdd7cd4535e",
     "blake3": "cc782eab1967d857",
+    "aes256-gmac": "04544ca4b35ba182",
 }
 
 
@@ -78,12 +79,13 @@ def test_subkeys_are_stable() -> None:
     assert found == FROZEN
 
 
-def test_hmac_subkey_is_hkdf_by_the_book() -> None:
+@pytest.mark.parametrize("suite", ["hmac-sha256", "aes256-gmac"])
+def test_hmac_subkey_is_hkdf_by_the_book(suite: SuiteName) -> None:
     """RFC 5869 by hand: extract with a zero salt, expand one block."""
     pseudo = hmac.digest(bytes(32), SECRET, "sha256")
-    info = b"kvsafe 1 subkey hmac-sha256 slice"
+    info = f"kvsafe 1 subkey {suite} slice".encode()
     expected = hmac.digest(pseudo, info + b"\x01", "sha256")
-    assert derive_subkey(SECRET, "hmac-sha256", "slice") == expected
+    assert derive_subkey(SECRET, suite, "slice") == expected
 
 
 def test_every_purpose_suite_and_secret_has_its_own_subkey() -> None:
@@ -93,7 +95,7 @@ def test_every_purpose_suite_and_secret_has_its_own_subkey() -> None:
         for suite in SUITES
         for purpose in ("header", "slice", "name", "state")
     ]
-    assert len(set(subkeys)) == len(subkeys) == 24
+    assert len(set(subkeys)) == len(subkeys) == 32
     assert {len(subkey) for subkey in subkeys} == {32}
     assert SECRET not in subkeys
 
@@ -136,7 +138,7 @@ def test_nothing_shows_a_secret() -> None:
 # --- rings ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suite", ["blake3-keyed", "hmac-sha256"])
+@pytest.mark.parametrize("suite", ["aes256-gmac", "blake3-keyed", "hmac-sha256"])
 def test_ring_finds_active_and_older_keys(suite: SuiteName) -> None:
     keys = ring(suite)
     assert keys.active == SealKey.of(SECRET)

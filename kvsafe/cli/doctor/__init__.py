@@ -29,6 +29,7 @@ from kvsafe.cli.doctor.state import State, examine_state
 from kvsafe.cli.inspect.keys import default_state_dir
 from kvsafe.cli.inspect.screen import print_json, say
 from kvsafe.engine.config import KVSafeConfig, TierConfig
+from kvsafe.seal.keyring import DEFAULT_SUITE
 from kvsafe.seal.suites import Suite
 
 __all__ = ["add_arguments", "examine", "run"]
@@ -104,7 +105,7 @@ def _places(
     folder = Path(os.path.abspath(args.state_dir)) if args.state_dir else default_state_dir(environ)
     named = Path(os.path.abspath(args.key_file)) if args.key_file else None
     key_file = named or (None if folder is None else folder / "keys.json")
-    state = State(folder, key_file, None, Suite.BLAKE3_KEYED, "default")
+    state = State(folder, key_file, None, Suite.named(DEFAULT_SUITE), "default")
     return state, [Store(os.path.abspath(root)) for root in args.root]
 
 

@@ -105,7 +105,7 @@ def examine_config(
         findings.append(warn(name, "is set: something is used that is not proven", "unset it"))
     if config.suite == "blake3":
         found = "has no key: it finds accidents, not attackers"
-        findings.append(warn("suite blake3", found, "use blake3-keyed"))
+        findings.append(warn("suite blake3", found, "leave it out, or choose a keyed one"))
     if not config.secondary_tiers:
         found = "none: chunks are kept in host memory only, and not over a restart"
         findings.append(warn("secondary_tiers", found, "name a tier, such as kvsafe-fs"))

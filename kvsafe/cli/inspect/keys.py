@@ -26,7 +26,7 @@ __all__ = [
     "read_keys",
 ]
 
-KEYED = (Suite.BLAKE3_KEYED, Suite.HMAC_SHA256)
+KEYED = tuple(suite for suite in Suite if suite.keyed)
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 

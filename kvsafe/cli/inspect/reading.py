@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvsafe.cli.inspect.judge import Judge, Place, Verdict, place_of
-from kvsafe.cli.inspect.outline import first_look
 from kvsafe.seal.layout import PAGE_BYTES
+from kvsafe.seal.opening import read_claims
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.tiers.outcome import GONE, FileId
 
@@ -130,9 +130,10 @@ class Reader:
         with self._buffers.get(size) as row:
             first = min(size, PAGE_BYTES)
             read = _fill(fd, row, 0, first)
-            fixed = first_look(row[:first], size)
-            if isinstance(fixed, Refusal):
-                return Examined(info, Verdict(fixed)) if read else _cut(info)
+            claims = read_claims(row[:first], size)
+            if isinstance(claims, Refusal):
+                return Examined(info, Verdict(claims)) if read else _cut(info)
+            fixed, _ = claims
             whole = read and _fill(fd, row, first, fixed.header_bytes)
             if not whole:
                 return _cut(info)

@@ -14,6 +14,7 @@ from kvsafe.engine.config.rules import CROSS_RULES, Values
 from kvsafe.engine.config.table import read_table
 from kvsafe.engine.config.tiers import PROVEN_TIER_TYPES
 from kvsafe.engine.config.values import check_path
+from kvsafe.seal.keyring import DEFAULT_SUITE
 
 _WHOLE: Final = "kv_connector_extra_config"
 _TITLE: Final = f"kvsafe refuses {_WHOLE}:"
@@ -52,7 +53,7 @@ def _place_files(
         if tier.root_dir is not None and tier.type in PROVEN_TIER_TYPES:
             _expand(tier.options, "root_dir", f"secondary_tiers[{place}].root_dir", home, problems)
     state_dir = values.get("state_dir")
-    keyed = values.get("suite", "blake3-keyed") != "blake3"
+    keyed = values.get("suite", DEFAULT_SUITE) != "blake3"
     if keyed and isinstance(state_dir, str) and not {"key_file", "key_env"} & set(extra):
         values["key_file"] = os.path.join(state_dir, "keys.json")
 

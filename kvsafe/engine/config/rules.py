@@ -41,7 +41,7 @@ def _policy_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
 def _key_rule(values: Values, environ: Mapping[str, str]) -> list[Problem]:
     sources = [name for name in ("key_file", "key_env") if name in values]
     if values.get("suite") == "blake3":
-        hint = "leave it out, or choose blake3-keyed"
+        hint = "leave it out, or choose a keyed suite"
         return [Problem(name, "a key, but suite blake3 uses none", "", hint) for name in sources]
     if len(sources) == 2:
         return [Problem("key_env", "key_file as well", "one of the two")]
