@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from kvsafe.seal import keyfile, private
 from kvsafe.seal.keyfile import KeyFileError, from_environment, load_or_create, retire, rotate
 from kvsafe.seal.keyring import (
+    DEFAULT_SUITE,
     MAX_KEYS,
     UNKEYED_ID,
     Keyring,
@@ -533,7 +534,7 @@ def test_any_changed_byte_is_harmless_or_refused(
     else:
         # A changed note, or one of the two bits that base64 leaves unused.
         assert set(keys.key_ids) == {key_id_of(SECRET), key_id_of(OTHER)}
-        assert keys.name_secret == derive_subkey(NAMES, "blake3-keyed", "name")
+        assert keys.name_secret == derive_subkey(NAMES, DEFAULT_SUITE, "name")
 
 
 # --- the environment -----------------------------------------------------------------------------
