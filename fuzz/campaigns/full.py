@@ -3,7 +3,8 @@
 
     python -m fuzz.campaigns.full [--rounds 20] [--seed 0] [--json]
 
-A tmpfs, an ext4 on a loop device, and an ext4 with hardly any inodes; without the right to
+A tmpfs, an ext4 on a loop device, an ext4 with hardly any inodes, and a btrfs subvolume with
+a quota, where the errors are EDQUOT while the file system has space; without the right to
 mount, a tmpfs in a user namespace, and without that nothing (it is said). Writers store
 until nothing more fits, somebody else's file comes and goes, a reserve is set. What was
 reported as stored is there, nothing partial is seen, and with room stores go on.
@@ -12,6 +13,7 @@ reported as stored is there, nothing partial is seen, and with room stores go on
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -27,13 +29,14 @@ from pathlib import Path
 from fuzz.campaigns.aftermath import HEAL, Findings, Known, opened, reopen, temporaries
 from fuzz.campaigns.command import Progress, finish, parser
 from fuzz.campaigns.rows import ROW, is_content_of, judge_of, name_of, row_of
-from kvsafe.tiers import Answer, ChunkStore
+from kvsafe.tiers import Answer, ChunkStore, Outcome
 
 WRITERS = 3
 WAIT_S = 120
 HUGE = 1 << 30
 DISK_BYTES = 4 << 20
-KINDS = ("tmpfs", "ext4", "ext4 with few inodes")
+QUOTA = "btrfs with a quota"
+KINDS = ("tmpfs", "ext4", "ext4 with few inodes", QUOTA)
 _INSIDE = "KVSAFE_CAMPAIGN_INSIDE"
 
 
@@ -42,21 +45,37 @@ def small_disk(kind: str, folder: Path) -> Iterator[Path | None]:
     """A mounted file system of about 4 MiB, or None where this user may not have one."""
     point, image = folder / "disk", folder / "image"
     point.mkdir()
-    if kind == "tmpfs":
-        made = _runs("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(point))
-    else:
-        inodes = ["-N", "64"] if "inodes" in kind else []
-        with open(image, "wb") as file:
-            file.truncate(2 * DISK_BYTES)
-        made = _runs(
-            "mkfs.ext4", "-q", "-F", "-b", "4096", "-O", "^has_journal", *inodes, str(image)
-        )
-        made = made and _runs("mount", "-o", "loop", str(image), str(point))
+    mounted = _mounted(kind, point, image)
     try:
-        yield point if made else None
+        if kind == QUOTA:
+            limited = point / "limited"
+            yield limited if mounted and _with_a_quota(point, limited) else None
+        else:
+            yield point if mounted else None
     finally:
-        if made:
+        if mounted:
             _runs("umount", str(point))
+
+
+def _mounted(kind: str, point: Path, image: Path) -> bool:
+    if kind == "tmpfs":
+        return _runs("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(point))
+    inodes = ["-N", "64"] if "inodes" in kind else []
+    make = ["mkfs.ext4", "-q", "-F", "-b", "4096", "-O", "^has_journal", *inodes]
+    if kind == QUOTA:
+        make = ["mkfs.btrfs", "-q", "-f", "--mixed", "-m", "single", "-d", "single"]
+    with open(image, "wb") as file:
+        file.truncate((16 if kind == QUOTA else 2) * DISK_BYTES)
+    return _runs(*make, str(image)) and _runs("mount", "-o", "loop", str(image), str(point))
+
+
+def _with_a_quota(point: Path, limited: Path) -> bool:
+    """A subvolume that may hold `DISK_BYTES`, on a file system with much more space."""
+    return (
+        _runs("btrfs", "subvolume", "create", str(limited))
+        and _runs("btrfs", "quota", "enable", str(point))
+        and _runs("btrfs", "qgroup", "limit", str(DISK_BYTES), str(limited))
+    )
 
 
 def _runs(*words: str) -> bool:
@@ -65,8 +84,8 @@ def _runs(*words: str) -> bool:
     return subprocess.run(words, check=False, capture_output=True).returncode == 0
 
 
-def _put(store: ChunkStore, number: int) -> Answer:
-    return store.put(name_of(number), memoryview(bytearray(row_of(number)))).answer
+def _put(store: ChunkStore, number: int) -> Outcome:
+    return store.put(name_of(number), memoryview(bytearray(row_of(number))))
 
 
 def _holds(store: ChunkStore, number: int) -> bool:
@@ -84,15 +103,15 @@ def _write_until_full(root: Path, first: int, pipe: int, met: int, go: int) -> N
     os.read(go, 1)  # all begin together, while there is space
     refused, number = 0, first
     while refused < 3 and number < first + 10_000:
-        answer = _put(store, number)
-        os.write(pipe, f"{answer.name} {number}\n".encode())
-        refused = 0 if answer is Answer.DONE else refused + 1
+        outcome = _put(store, number)
+        os.write(pipe, f"{outcome.answer.name}\t{number}\t{outcome.why}\n".encode())
+        refused = 0 if outcome.answer is Answer.DONE else refused + 1
         number += 1
     store.close()
 
 
 def writers(root: Path) -> tuple[set[int], Counter[str]]:
-    """Three processes at once; the numbers that were reported as stored, and all answers."""
+    """Three processes at once; the numbers that were reported as stored, all answers and whys."""
     (reading, writing), (here, met), (go, going) = os.pipe(), os.pipe(), os.pipe()
     children = []
     for place in range(WRITERS):
@@ -116,13 +135,14 @@ def writers(root: Path) -> tuple[set[int], Counter[str]]:
     for fd in (here, go, going):
         os.close(fd)
     with open(reading, encoding="ascii") as lines:
-        told = [line.split() for line in lines]
+        told = [line.rstrip("\n").split("\t") for line in lines]
     for child in children:
         if os.waitpid(child, 0)[1]:
             raise RuntimeError("a writer failed")
-    return {int(number) for word, number in told if word == "DONE"}, Counter(
-        word for word, _ in told
-    )
+    stored = {int(number) for word, number, _ in told if word == "DONE"}
+    answers = Counter(word for word, _, _ in told)
+    answers.update(why for word, _, why in told if word == "NO_ROOM")
+    return stored, answers
 
 
 def run(kind: str, disk: Path, rng: random.Random, found: Findings, met: Counter[str]) -> None:
@@ -131,8 +151,9 @@ def run(kind: str, disk: Path, rng: random.Random, found: Findings, met: Counter
     opened(root, HUGE).close()
     stored, answers = writers(root)
     for word, count in answers.items():
-        met[f"{word.lower().replace('_', ' ')}, {kind}"] += count
-    if not stored or "NO_ROOM" not in answers:
+        said = word if word in errno.errorcode.values() else word.lower().replace("_", " ")
+        met[f"{said}, {kind}"] += count
+    if not stored or "NO_ROOM" not in answers or (kind == QUOTA and "EDQUOT" not in answers):
         found.other.append(f"{kind}: it did not run full: {dict(answers)}")
     if left := temporaries(root):
         found.leftover.append(f"{kind}: {len(left)} temporaries on a full disk")
@@ -159,14 +180,14 @@ def _go_on(kind: str, disk: Path, store: ChunkStore, victim: int, found: Finding
     with contextlib.suppress(OSError), open(other, "wb", buffering=0) as file:
         while file.write(bytes(ROW)):
             pass
-    answer = _put(store, 5_000_000)
-    if answer not in (Answer.NO_ROOM, Answer.DONE):
-        found.other.append(f"{kind}: full again: {answer}")
+    outcome = _put(store, 5_000_000)
+    if outcome.answer not in (Answer.NO_ROOM, Answer.DONE):
+        found.other.append(f"{kind}: full again: {outcome}")
     other.unlink(missing_ok=True)
-    if _put(store, 5_000_001) is not Answer.DONE or not _holds(store, 5_000_001):
+    if _put(store, 5_000_001).answer is not Answer.DONE or not _holds(store, 5_000_001):
         # Without room for a folder of its own a chunk may need a second one to go.
         store.room.evict(4 * ROW)
-        if _put(store, 5_000_001) is not Answer.DONE:
+        if _put(store, 5_000_001).answer is not Answer.DONE:
             found.other.append(f"{kind}: with room again, it does not store")
 
 
@@ -200,7 +221,8 @@ def campaign(
                 small_disk(kind, Path(name)) as disk,
             ):
                 if disk is None:
-                    met[f"no right to mount, {kind}"] += 1
+                    lacking = "" if kind == "tmpfs" else " or no tool"
+                    met[f"no right to mount{lacking}, {kind}"] += 1
                 else:
                     run(kind, disk, rng, found, met)
                     met[f"rounds, {kind}"] += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,8 +57,8 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvsafe` with `argv` (default: the process's own arguments); returns the exit code.
 
-    0 fine, 1 the command found something, 2 used wrongly. `--help`, `--version` and argparse's own
-    complaints leave through SystemExit with the same meaning.
+    0 fine, 1 the command found something or was stopped, 2 used wrongly. `--help`, `--version` and
+    argparse's own complaints leave through SystemExit with the same meaning.
     """
     top = _top_parser()
     args = top.parse_args(argv)
@@ -66,10 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.MISUSED
     command = next(entry for entry in COMMANDS if entry.name == args.command)
     try:
-        return _run(command, args.rest)
+        code = _run(command, args.rest)
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         print(f"kvsafe {command.name}: {error}", file=sys.stderr)
         return ExitCode.MISUSED
+    except KeyboardInterrupt:
+        print(f"\nkvsafe {command.name}: stopped", file=sys.stderr)
+        return ExitCode.FOUND
+    except BrokenPipeError:
+        # Whoever read the output has heard enough; nothing is left to say it to, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FOUND
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -14,19 +15,29 @@ from typing import Any
 
 import pytest
 
+from kvsafe.cli.doctor.contents import examine_contents
 from kvsafe.cli.doctor.disk import (
     Store,
     examine_store,
+    examine_way,
     filesystem_of,
     judge_filesystem,
     judge_space,
 )
-from kvsafe.cli.doctor.engine import examine_hashing, examine_plugin, judge_version
+from kvsafe.cli.doctor.engine import (
+    examine_hashing,
+    examine_plugin,
+    examine_user,
+    judge_version,
+)
 from kvsafe.cli.doctor.finding import Finding, Level, bad, finding_lines
-from kvsafe.cli.doctor.machine import examine_clock, judge_memory
+from kvsafe.cli.doctor.machine import examine_clock, examine_limits, judge_memory
+from kvsafe.cli.doctor.state import State, examine_state
 from kvsafe.engine.config import PROVEN_VLLM_VERSIONS
-from tests.cli.shelf import NAMESPACE, Caller, Shelf, other_state
-from tests.seal.rows import EPOCH
+from kvsafe.seal.epoch import EpochFile
+from kvsafe.seal.suites import Suite
+from tests.cli.shelf import NAMESPACE, Caller, Shelf, flip, other_state
+from tests.seal.rows import EPOCH, World
 from tests.tiers.faults import FaultyOs, failing
 
 GIB = 1 << 30
@@ -39,6 +50,7 @@ def config(shelf: Shelf, **changes: Any) -> dict[str, Any]:
         "cpu_bytes_to_use": "1MiB",
         "state_dir": str(shelf.state),
         "namespace": NAMESPACE,
+        "suite": shelf.world.suite.label,
         "secondary_tiers": [tier],
         **changes,
     }
@@ -323,9 +335,11 @@ def levels(findings: Iterable[Finding], part: str) -> set[Level]:
 @pytest.mark.parametrize(
     ("call_name", "code", "part", "level", "changes"),
     [
-        ("fdatasync", errno.EIO, "write and sync", Level.BAD, {"sync": "data"}),
-        ("fdatasync", errno.EINVAL, "write and sync", Level.WARN, {"sync": "none"}),
-        ("write", errno.ENOSPC, "write and sync", Level.BAD, {"sync": "full"}),
+        ("fdatasync", errno.EIO, "sync: ", Level.BAD, {"sync": "data"}),
+        ("fdatasync", errno.EINVAL, "sync: ", Level.WARN, {"sync": "none"}),
+        ("write", errno.ENOSPC, "cannot be written", Level.BAD, {"sync": "full"}),
+        ("write", errno.EDQUOT, "cannot be written: Disk quota", Level.BAD, {"sync": "none"}),
+        ("write", errno.EIO, "cannot be written", Level.BAD, {"sync": "none"}),
         ("open", errno.EROFS, "no file can be made", Level.BAD, {}),
         ("flock", errno.ENOLCK, "file locks", Level.BAD, {}),
         ("setxattr", errno.EOPNOTSUPP, "no notes", Level.WARN, {}),
@@ -339,6 +353,124 @@ def test_a_disk_that_cannot_is_found(
     calls.plan(call_name, failing(code))
     assert level in levels(disk(tmp_path, calls, **changes), part)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quota_is_named_where_no_room_is_left(tmp_path: Path) -> None:
+    for name, words in (("write", "raise this user's quota"), ("open", "raise this user's quota")):
+        calls = FaultyOs()
+        calls.plan(name, failing(errno.EDQUOT))
+        assert any(words in item.todo for item in disk(tmp_path, calls) if item.level is Level.BAD)
+
+
+def test_folders_on_the_way_that_others_may_change(tmp_path: Path) -> None:
+    root = tmp_path / "a" / "b" / "store"
+    root.mkdir(parents=True)
+    assert not list(examine_way("x", str(root)))
+    (tmp_path / "a").chmod(0o777)
+    [finding] = examine_way("x", str(root))
+    assert (finding.level, str(tmp_path / "a") in finding.text) == (Level.WARN, True)
+    (tmp_path / "a").chmod(0o1777)  # as /tmp: only the owner of a name may change it
+    assert not list(examine_way("x", str(root)))
+    assert not list(examine_way("x", str(tmp_path / "a" / "not" / "there")))
+
+
+# ---- what a store holds ----------------------------------------------------------------------
+
+
+def contents(shelf: Shelf, state: Path | None = None, now: float | None = None) -> list[Finding]:
+    """The findings about the chunks of a shelf, for the engine of a state folder."""
+    folder = shelf.state if state is None else state
+    seen = State(folder, folder / "keys.json", None, Suite.BLAKE3_KEYED, NAMESPACE)
+    list(examine_state(seen, {}, []))
+    return list(examine_contents(Store(str(shelf.root)), seen, now))
+
+
+def test_chunks_of_another_key_are_told(ready: Shelf, tmp_path: Path) -> None:
+    """F: two engines, one folder, two keys: both start, and neither finds anything."""
+    ready.put(2, 3)
+    [good] = contents(ready)
+    assert (good.level, "3 are of these keys" in good.text) == (Level.OK, True)
+    [other] = contents(ready, other_state(tmp_path / "other"))
+    assert other.level is Level.WARN
+    assert "3 are under keys that are not here" in other.text
+    assert ready.world.keyring.active.key_id.hex() in other.text
+    assert "one key file" in other.todo
+    [none] = contents(ready, tmp_path / "lost")
+    assert (none.level, "there is no key" in none.text) == (Level.WARN, True)
+
+
+def test_chunks_that_no_engine_will_serve_are_told(ready: Shelf) -> None:
+    ready.put(2, 3, 4)
+    flip(ready.path(2), 300)
+    ready.path(3).chmod(0o644)
+    ready.world = World(Suite.BLAKE3)
+    ready.put(5)
+    texts = [item.text for item in contents(ready) if item.level is Level.WARN]
+    assert len(texts) == 2
+    assert "2 of them are damaged or out of place" in texts[0]
+    assert "1 of them are of a suite that is not used: blake3" in texts[1]
+
+
+def test_chunks_from_the_future_speak_of_the_clock(ready: Shelf) -> None:
+    """The clock went back: ages and times to live are wrong, and nothing else says so."""
+    written = ready.path(1).stat().st_mtime
+    assert all(item.level is Level.OK for item in contents(ready, now=written))
+    [late] = [item for item in contents(ready, now=written - 86400) if item.level is Level.WARN]
+    assert "later than it is now" in late.text and "clock" in late.todo
+
+
+def test_few_headers_of_a_large_store_are_enough(ready: Shelf) -> None:
+    ready.put(2, 3, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvsafe.cli.doctor.contents.SAMPLE", 2)
+        [good] = contents(ready)
+    assert "of 2 chunks looked at" in good.text
+
+
+def test_an_empty_store_says_nothing(shelf: Shelf) -> None:
+    shelf.put()
+    assert contents(shelf) == []
+
+
+def test_an_epoch_of_another_suite(ready: Shelf, call: Caller) -> None:
+    """Such an engine does not start; without a configuration the suite is only presumed."""
+    given = json.dumps(config(ready, suite="hmac-sha256"))
+    code, document = call.json("doctor", "--config", given)
+    assert (code, bads(document)) == (1, ["epoch"])
+    assert "is of suite blake3-keyed" in (said := found(document, "epoch", "bad"))
+    assert "set suite to that one" in said
+    epochs = EpochFile(
+        ready.state / "epoch-default.json",
+        lambda data: Suite.BLAKE3_KEYED.tag(ready.world.keyring.state_secret, data),
+        first=EPOCH,
+    )
+    epochs.read()
+    code, document = call.json("doctor", "--state-dir", ready.state, "--root", ready.root)
+    assert bads(document) == []
+    assert f"{EPOCH} in namespace default" in found(document, "epoch", "ok")
+
+
+@pytest.mark.parametrize(("kind", "told"), [("tmpfs", True), ("overlay", True), ("ext4", False)])
+def test_a_state_folder_that_does_not_stay(
+    kind: str, told: bool, ready: Shelf, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsafe.cli.doctor.state.filesystem_of", lambda path: kind)
+    code, document = call.json("doctor", "--config", json.dumps(config(ready)))
+    assert code == 0
+    assert ("keys and epochs are lost" in found(document, "state_dir", "warn")) is told
+
+
+@pytest.mark.parametrize(("soft", "level"), [(0, Level.OK), (-1, Level.WARN), (1, Level.WARN)])
+def test_core_dumps(soft: int, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, -1))
+    [finding] = [item for item in examine_limits(None) if item.name == "core dumps"]
+    assert finding.level is level
+
+
+@pytest.mark.parametrize(("user", "level"), [(0, Level.WARN), (1000, Level.OK)])
+def test_root_is_told(user: int, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert examine_user().level is level
 
 
 def test_locks_that_do_not_hold_are_found(tmp_path: Path) -> None:

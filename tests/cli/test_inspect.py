@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import socket
 import stat
 import subprocess
@@ -18,7 +19,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvsafe.cli.inspect.judge import Judge
+from kvsafe.cli.inspect.advice import Advice
+from kvsafe.cli.inspect.judge import Judge, Verdict
 from kvsafe.cli.inspect.keys import Epochs, Keys
 from kvsafe.cli.inspect.outline import Outline, outline_of
 from kvsafe.cli.inspect.reading import Depth, Reader
@@ -26,10 +28,10 @@ from kvsafe.engine.rows.epochs import PRIVATE_EPOCH
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.identity import IDENTITY_FIELDS
 from kvsafe.seal.opening import read_outer
-from kvsafe.seal.refusal import Refusal
+from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.seal.suites import Suite
 from tests.cli.shelf import Caller, Shelf, flip, key_of, other_state
-from tests.seal.rows import EPOCH, World, identity
+from tests.seal.rows import EPOCH, OLD_SECRET, World, identity
 from tests.tidy.tree import ROOT
 
 VECTORS = ROOT / "conformance" / "vectors"
@@ -289,9 +291,113 @@ def test_a_folder_of_vllm_and_one_with_nothing(shelf: Shelf, call: Caller, tmp_p
     code, document = call.json("inspect", shelf.vllm_root, "--state-dir", shelf.state)
     assert (code, document["kind"], document["chunks"][0]["files"]) == (0, "files", 2)
     (tmp_path / "empty").mkdir()
-    code, text = call.text("inspect", tmp_path / "empty")
+    for command in ("inspect", "verify"):
+        said = call.misuse(command, tmp_path / "empty", "--state-dir", shelf.state)
+        assert "holds no chunk file: name a tier's root_dir" in said
+    assert "holds no chunk" in call.misuse("purge", tmp_path / "empty", "--older-than", "0s")
+    shelf.put()
+    assert call.text("inspect", shelf.root)[0] == 0  # a store that is new
+
+
+def test_a_part_of_a_store_is_not_taken_for_all_of_it(shelf: Shelf, call: Caller) -> None:
+    """There owner, mode and links would not count: a weaker look must not pass for the whole."""
+    shelf.put(1)
+    shelf.path(1).chmod(0o644)
+    keys = ("--state-dir", shelf.state)
+    for part in (shelf.root / "objects", shelf.path(1).parent):
+        assert "name that\n" in (said := call.misuse("verify", part, *keys))
+        assert str(shelf.root) in said
+        assert str(shelf.root) in call.misuse("purge", part, "--older-than", "0s", "--yes")
+        code = call.text("inspect", part, *keys)[0]
+        assert (code, "owner, mode and links" in call.err) == (0, True)
+    assert call.text("verify", shelf.root, *keys)[0] == 1
+    assert shelf.path(1).exists()
+
+
+def test_an_epoch_file_of_another_suite_is_not_called_damaged(shelf: Shelf, call: Caller) -> None:
+    shelf.put(1)
+    shelf.world = World(Suite.HMAC_SHA256)
+    shelf.put(2)
+    code, text = call.text("inspect", shelf.root, "--state-dir", shelf.state)
     assert code == 0
-    assert "no chunk has a readable header" in text
+    assert call.err.count("epoch-left.json") == 1
+    assert "is of suite blake3-keyed, so it says nothing about hmac-sha256" in call.err
+    assert "not checked in 1: step 6 (epoch)" in text
+    path = shelf.state / "epoch-left.json"
+    path.write_bytes(path.read_bytes().replace(b'"epoch":7', b'"epoch":9'))
+    call.text("inspect", shelf.root, "--state-dir", shelf.state)
+    assert "damaged" in call.err
+
+
+def test_what_to_do_is_said(shelf: Shelf, call: Caller) -> None:
+    """Each cause has a way out, and the commands that are named do what they say."""
+    shelf.put(1, 2)
+    flip(shelf.path(2), 4096)
+    shelf.put(3, epoch=EPOCH - 1)
+    shelf.put(4, epoch=EPOCH + 1)
+    shelf.world = World(secrets=(OLD_SECRET,))
+    shelf.put(5)
+    shelf.world = World(Suite.BLAKE3)
+    shelf.put(6)
+    ask = ("verify", shelf.root, "--state-dir", shelf.state)
+    code, text = call.text(*ask)
+    lines = [line.strip() for line in text.split("what to do\n")[1].splitlines()]
+    assert code == 1
+    assert [line.partition(" ")[2].split()[0] for line in lines] == [
+        "sealed", "of", "from", "of", "damaged,",
+    ]  # fmt: skip
+    assert "the state folder has not reached" in lines[3]
+    assert call.json(*ask)[1]["what_to_do"] == lines
+    # `inspect` takes every suite for what it is.
+    assert call.json("inspect", *ask[1:])[1]["what_to_do"][:2] == [lines[0], lines[2]]
+    for line in (lines[0], lines[1], lines[2], lines[4]):
+        words = shlex.split(line.rpartition(": kvsafe ")[2])
+        extra = ["--state-dir", str(shelf.state)] if words[0] == "verify" else ["--yes"]
+        assert call.text(*words, *extra)[0] == (1 if words[0] == "verify" else 0)
+    code, document = call.json(*ask)
+    assert (code, document["good"], document["stale"], document["files"]) == (0, 1, 1, 2)
+    call.text("purge", shelf.root, "--older-than", "0s", "--yes")
+    shelf.world = World()
+    shelf.put(1)
+    assert "what to do" not in call.text(*ask)[1]
+
+
+def test_advice_is_bounded_whatever_files_say() -> None:
+    advice = Advice()
+    for number in range(5000):
+        refusal = Refusal.of(RefusalKind.KEY_ID, "key_id", "one", number.to_bytes(8, "big"))
+        advice.add(Verdict(refusal))
+    assert len(advice.key_ids) == 4096
+    assert len(advice.texts("/x")) == 3
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "words"),
+    [(8, 9, "another format version"), (10, 77, "of suite 77: no suite of this version")],
+)
+def test_chunks_of_a_later_kvsafe_are_not_called_damaged(
+    offset: int, value: int, words: str, shelf: Shelf, call: Caller
+) -> None:
+    shelf.put(1, 2)
+    data = bytearray(shelf.path(2).read_bytes())
+    data[offset] = value
+    shelf.path(2).write_bytes(data)
+    code, document = call.json("verify", shelf.root, "--state-dir", shelf.state)
+    [text] = document["what_to_do"]
+    assert (code, words in text, "damaged" in text) == (1, True, False)
+
+
+def test_a_key_of_another_user_names_that_user(
+    shelf: Shelf, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.put(1)
+    ask = ("verify", shelf.root, "--state-dir", shelf.state)
+    assert call.text(*ask)[0] == 0
+    mine = os.geteuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: mine + 1)
+        said = call.misuse(*ask)
+    assert said.endswith(f"Or run this as user {mine}.\n")
 
 
 @pytest.mark.parametrize("kind", ["mode", "links"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -46,6 +47,44 @@ def test_a_wrong_request_is_2_and_says_why(
     _install(monkeypatch, run)
     assert main.main(["trial"]) == 2
     assert capsys.readouterr().err == "kvsafe trial: no such folder\n"
+
+
+def test_a_command_that_is_stopped_says_so_without_a_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    _install(monkeypatch, run)
+    assert main.main(["trial"]) == 1
+    assert capsys.readouterr().err == "\nkvsafe trial: stopped\n"
+
+
+def test_a_reader_that_has_heard_enough_is_no_trace() -> None:
+    """`kvsafe ... | head`: more than a pipe holds, and nobody reads it."""
+    script = (
+        "import sys\n"
+        "from kvsafe.cli import main\n"
+        "from kvsafe.cli.main import Command\n"
+        "import types\n"
+        "trial = types.ModuleType('trial')\n"
+        "trial.add_arguments = lambda parser: None\n"
+        "trial.run = lambda args: [print('x' * 99) for _ in range(9999)] and 0\n"
+        "sys.modules['trial'] = trial\n"
+        "main.COMMANDS = (Command('trial', 'trial', ''),)\n"
+        "sys.exit(main.main(['trial']))\n"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("argv", [["nonsense"], ["--nonsense"], ["trial", "--nonsense"]])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvsafe.seal.keyring import key_id_of
 from kvsafe.tiers.outcome import FileId
 from tests.cli.shelf import Caller, Shelf, flip
 from tests.seal.rows import EPOCH, OLD_SECRET, SECRET, World, identity
+from tests.tiers.faults import FaultyOs, failing
 from tests.tiers.stores import quarantined, store_at, used
 
 DAY = 86400
@@ -200,6 +202,52 @@ def test_a_file_that_was_written_anew_stays(shelf: Shelf) -> None:
         assert shelf.path(1).exists()
         assert hand.remove(bucket, file, FileId.of(shelf.path(1).stat()))
         assert not hand.remove(bucket, file, seen)
+
+
+@pytest.mark.parametrize("call", ["flock", "read", "write"])
+def test_the_lease_is_let_go_of_also_when_the_account_fails(call: str, shelf: Shelf) -> None:
+    """While this process goes on, whoever counts must be able to clear what it has left."""
+    shelf.put(1)
+    leases = shelf.root / "leases"
+    open_before = len(os.listdir("/proc/self/fd"))
+    calls = FaultyOs()
+    with StoreHand(str(shelf.root), calls):
+        assert len(list(leases.iterdir())) == 1
+        calls.plan(call, failing(errno.EIO))
+    assert len(list(leases.iterdir())) == 1
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    calls.calm()
+    with StoreHand(str(shelf.root), calls) as hand:
+        assert hand.recount()
+        assert len(list(leases.iterdir())) == 1  # its own
+    assert list(leases.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["Keeper", "Room", "Quarantine"])
+def test_a_hand_that_cannot_be_made_holds_nothing(
+    what: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.put(1)
+    open_before = len(os.listdir("/proc/self/fd"))
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"kvsafe.cli.purge.hand.{what}", fail)
+        with pytest.raises(UsageError, match="cannot be used"):
+            StoreHand(str(shelf.root))
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert list((shelf.root / "leases").iterdir()) == []
+
+
+def test_an_account_that_cannot_be_read_is_said(shelf: Shelf) -> None:
+    shelf.put(1)
+    calls = FaultyOs()
+    with StoreHand(str(shelf.root), calls) as hand:
+        assert hand.charged is not None
+        calls.plan("read", failing(errno.EIO))
+        assert hand.charged is None
 
 
 def test_a_run_that_was_stopped_leaves_a_right_account(

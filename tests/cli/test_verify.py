@@ -319,4 +319,8 @@ def test_a_folder_that_cannot_be_listed_is_told(
     monkeypatch.setattr(os, "scandir", scandir)
     code, document = call.json(*ask)
     assert code == 1
-    assert document["unread_by_reason"] == {f"objects/{closed}: Permission denied": 1}
+    assert document["unread_by_reason"] == {f"folder objects/{closed}: Permission denied": 1}
+    code, document = call.json("purge", shelf.root, "--older-than", "1d")
+    assert (code, document["failed"]) == (1, {})
+    assert document["not_looked_at"] == {f"folder objects/{closed}: Permission denied": 1}
+    assert "not looked at: folder" in call.text("purge", shelf.root, "--older-than", "1d")[1]

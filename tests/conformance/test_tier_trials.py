@@ -13,13 +13,17 @@ from xml.etree import ElementTree as Xml
 import pytest
 
 from conformance.tier.attacks import ATTACKS
+from conformance.tier.drivers.forgery import forged
 from conformance.tier.folder import CASES, Case, cases, promises
 from conformance.tier.kernel import supported
 from conformance.tier.publish import part, replaced
 from conformance.tier.runner import AT_THE_DOOR, NOT_PROMISED, judge
 from conformance.tier.subject import Seen, worst
+from kvsafe.seal.suites import Suite
+from tests.seal.rows import World, kind_of
 from tests.tidy.tree import ROOT
 
+SECOND_DOOR = "conformance.tier.drivers.second_door:SecondDoor"
 TINY = "tests.conformance.tiny_tiers"
 
 
@@ -184,6 +188,41 @@ def test_kvsafe_fs_keeps_its_promises() -> None:
     assert code == 0
     assert not {"served", "served wrong"} & set(seen(document).values())
     assert document["promises"] == sorted(promises())
+
+
+@pytest.mark.timeout(400)
+def test_the_second_door_keeps_its_promises() -> None:
+    """vLLM's own connector and spec with a sealing tier; a few cases, as above."""
+    pytest.importorskip("vllm")
+    names = (
+        "hit-after-a-restart",
+        "miss-file-from-before-new-weights",
+        "miss-file-of-another-model",
+        "miss-forged-with-unkeyed-hashes",
+    )
+    words = [word for name in names for word in ("--case", name)]
+    code, document = tried(SECOND_DOOR, *words, timeout=380)
+    found = seen(document)
+    assert (code, found["hit-after-a-restart"]) == (0, "hit")
+    assert found["miss-file-of-another-model"] == "refused"
+    assert not {"served", "served wrong", "not run"} & set(found.values())
+    assert document["promises"] == sorted(promises())
+
+
+def test_a_forgery_is_whole_but_for_the_key(tmp_path: Path) -> None:
+    """Else the trial would show only that a clumsy forger is found out."""
+    world = World()
+    chunk, other = bytes(world.chunk()), b"\x5a" * world.layout.payload_bytes
+    row = forged(chunk, other)
+    unkeyed = World(Suite.BLAKE3)
+    assert kind_of(world.open(row)).startswith("202 ")
+    assert unkeyed.document == world.document
+    assert kind_of(unkeyed.open(row)) == "opened"
+    assert row[world.layout.header_bytes :][: len(other)] == other
+    with pytest.raises(ValueError, match="no chunk"):
+        forged(bytes(8192), other)
+    with pytest.raises(ValueError, match="payload of"):
+        forged(chunk, other + b"x")
 
 
 def test_the_page_keeps_what_others_wrote() -> None:

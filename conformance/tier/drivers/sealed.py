@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, make_offload_key
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
+from conformance.tier.drivers.forgery import forged
 from conformance.tier.drivers.stock import ROWS, TierLoop, filled, installed, stand_in_spec
 from conformance.tier.subject import PAYLOAD, Seen, Span, content_of, key_of
 from kvsafe import __version__
@@ -37,8 +38,6 @@ from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.header import Header, bitmap
 from kvsafe.seal.identity import IDENTITY_FIELDS, Identity
 from kvsafe.seal.keyfile import load_or_create
-from kvsafe.seal.keyring import Keyring
-from kvsafe.seal.sealing import HeaderSealer, SealSetting, SliceSealer
 from kvsafe.seal.suites import Suite
 
 LOAD_DEADLINE_S = 6.0
@@ -185,19 +184,8 @@ class SealedTier:
         return sum(n for (name, _), n in self._counters._counts.items() if name == REFUSED)
 
     def forge(self, span: Span, number: int, body: bytes) -> bool:
-        """The best that can be done without a key: a whole chunk in the unkeyed suite."""
-        ours, suite = self._station.seal_setting, Suite.BLAKE3
-        document = self._station.identity.document
-        setting = SealSetting(
-            suite, Keyring.unkeyed(), ours.layout, document, self._station.identity.digest(suite)
-        )
-        key, row = make_offload_key(key_of(number), 0), bytearray(ours.layout.row_bytes)
-        view, begin = memoryview(row), ours.layout.header_bytes
-        view[begin : begin + PAYLOAD] = body
-        SliceSealer(setting, 0).seal_slice(view, key, self._epochs.epoch, 1)
-        sealer = HeaderSealer(setting, self._station.geometry())
-        sealer.seal(view, key, self._epochs.epoch, 1, bitmap(1, [0]))
-        span.path.write_bytes(row)
+        """A whole chunk in the unkeyed suite."""
+        span.path.write_bytes(forged(span.path.read_bytes(), body))
         return True
 
     def raise_epoch(self) -> bool:

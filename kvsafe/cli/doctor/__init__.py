@@ -15,12 +15,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kvsafe.cli import ExitCode, UsageError
+from kvsafe.cli.doctor.contents import examine_contents
 from kvsafe.cli.doctor.disk import Store, examine_store
 from kvsafe.cli.doctor.engine import (
     examine_engine,
     examine_hashing,
     examine_plugin,
     examine_python,
+    examine_user,
 )
 from kvsafe.cli.doctor.finding import Finding, Level, finding_lines, unknown
 from kvsafe.cli.doctor.machine import examine_clock, examine_limits, examine_memory
@@ -70,6 +72,7 @@ def examine(args: argparse.Namespace, environ: Mapping[str, str]) -> Iterator[Fi
     """Every finding, in the order in which things are needed. Raises `UsageError`."""
     config = None
     yield examine_python()
+    yield examine_user()
     if args.config is not None:
         if args.root or args.state_dir or args.key_file:
             raise UsageError("--config says where everything is: leave the other options out")
@@ -94,6 +97,8 @@ def examine(args: argparse.Namespace, environ: Mapping[str, str]) -> Iterator[Fi
     yield examine_clock(state.epoch)
     for store in stores:
         yield from examine_store(store)
+        if os.path.isdir(store.root):
+            yield from examine_contents(store, state)
     yield from _others(config)
 
 
@@ -105,7 +110,7 @@ def _places(
     folder = Path(os.path.abspath(args.state_dir)) if args.state_dir else default_state_dir(environ)
     named = Path(os.path.abspath(args.key_file)) if args.key_file else None
     key_file = named or (None if folder is None else folder / "keys.json")
-    state = State(folder, key_file, None, Suite.named(DEFAULT_SUITE), "default")
+    state = State(folder, key_file, None, Suite.named(DEFAULT_SUITE), "default", presumed=True)
     return state, [Store(os.path.abspath(root)) for root in args.root]
 
 

@@ -22,14 +22,24 @@ from kvsafe.cli.inspect.tree import Tree
 from kvsafe.tiers import Os
 from kvsafe.tiers.buffers import ThreadBuffers
 from kvsafe.tiers.calls import can_rename_new
+from kvsafe.tiers.outcome import FULL
 
-__all__ = ["Store", "examine_store", "filesystem_of", "judge_filesystem", "judge_space"]
+__all__ = [
+    "IN_MEMORY",
+    "Store",
+    "examine_store",
+    "examine_way",
+    "filesystem_of",
+    "judge_filesystem",
+    "judge_space",
+]
 
 _MOUNTS = "/proc/self/mountinfo"
 _SIZE = 4096
 COUNTED = 200_000
 """Most files that are counted to tell how full a store is."""
-_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_MORE_ROOM = "free space or inodes, or raise this user's quota"
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _SHARED = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "afs")
 
 
@@ -69,6 +79,7 @@ def examine_store(store: Store, calls: Os | None = None) -> Iterator[Finding]:
         return
     try:
         yield _owner(store, calls.fstat(fd))
+        yield from examine_way(store.name, store.root)
         yield judge_filesystem(store.name, filesystem_of(store.root))
         yield from judge_space(store, calls.statvfs(fd), _used(store.root))
         yield from _Probe(store, calls, fd).findings()
@@ -102,6 +113,23 @@ def _owner(store: Store, info: os.stat_result) -> Finding:
     return ok(store.name, f"of this user, mode {mode:04o}")
 
 
+def examine_way(name: str, path: str) -> Iterator[Finding]:
+    """The folders above one of ours: who may write into them can put another one in its place."""
+    above = os.path.dirname(os.path.realpath(path))
+    while True:
+        with contextlib.suppress(OSError):
+            info = os.stat(above)
+            open_to_all = info.st_mode & 0o022 and not info.st_mode & stat.S_ISVTX
+            if open_to_all or info.st_uid not in (0, os.geteuid()):
+                said = f"{above} (user {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o})"
+                todo = "a path whose folders belong to root or the engine's user alone"
+                yield warn(name, f"others may exchange it: {said}", todo)
+                return
+        if above == "/":
+            return
+        above = os.path.dirname(above)
+
+
 def filesystem_of(path: str) -> str | None:
     """The kind of the file system at `path`, as the kernel names it; None if it does not tell."""
     real = os.path.realpath(path)
@@ -124,7 +152,7 @@ def judge_filesystem(name: str, kind: str | None) -> Finding:
     """What is known about a kind of file system."""
     if kind is None:
         return unknown(name, f"kind of file system: {_MOUNTS} does not tell")
-    if kind in _IN_MEMORY:
+    if kind in IN_MEMORY:
         todo = "use a disk, or give the memory to cpu_bytes_to_use"
         return warn(name, f"on {kind}: it uses memory, and is empty after a restart", todo)
     if kind in _SHARED or kind.startswith("fuse"):
@@ -189,7 +217,8 @@ class _Probe:
         try:
             fd = self._calls.open(self._root, self._file, os.O_CREAT | os.O_EXCL | os.O_RDWR)
         except OSError as exc:
-            yield bad(name, f"no file can be made in it: {exc.strerror}", "correct mode or space")
+            todo = _MORE_ROOM if exc.errno in FULL else "correct its mode"
+            yield bad(name, f"no file can be made in it: {exc.strerror}", todo)
             return
         try:
             yield self._write_and_sync(fd)
@@ -207,10 +236,14 @@ class _Probe:
         name, start = self._store.name, time.perf_counter()
         try:
             self._calls.write(fd, memoryview(bytes(_SIZE)), 0)
+        except OSError as exc:
+            todo = _MORE_ROOM if exc.errno in FULL else "see the kernel's log"
+            return bad(name, f"a file of one page cannot be written: {exc.strerror}", todo)
+        try:
             self._calls.fdatasync(fd)
             self._calls.fsync(self._root)
         except OSError as exc:
-            said = f"write and sync: {exc.strerror}"
+            said = f"sync: {exc.strerror}"
             if self._store.sync == "none":
                 return warn(name, f"{said}; sync is none, so nobody asks for it")
             return bad(name, said, "set sync to none, or use another file system")

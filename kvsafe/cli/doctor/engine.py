@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,14 @@ from importlib import metadata
 from kvsafe.cli.doctor.finding import Finding, bad, ok, unknown, warn
 from kvsafe.engine.config import PROVEN_VLLM_VERSIONS
 
-__all__ = ["examine_engine", "examine_hashing", "examine_plugin", "examine_python", "judge_version"]
+__all__ = [
+    "examine_engine",
+    "examine_hashing",
+    "examine_plugin",
+    "examine_python",
+    "examine_user",
+    "judge_version",
+]
 
 _GROUP = "vllm.general_plugins"
 _NAME = "kvsafe"
@@ -32,6 +40,14 @@ def examine_python() -> Finding:
     if sys.byteorder != "little":
         return warn("python", f"{found}: big-endian is not tested", "use a little-endian machine")
     return ok("python", found)
+
+
+def examine_user() -> Finding:
+    """Who runs this, and so presumably the engine: file owners are held against it."""
+    if os.geteuid() == 0:
+        todo = "run engine and commands as one user of their own; leave it if this is a container"
+        return warn("user", "root: it may read and change everything", todo)
+    return ok("user", f"{os.geteuid()}: folders and keys must belong to it")
 
 
 def examine_engine(allow_untested: bool) -> Finding:

@@ -90,12 +90,14 @@ def examine_limits(wanted: int | None) -> Iterator[Finding]:
         yield (bad if soft < FEW_FILES else warn)("open files", said, todo)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or not Path("/dev/nvidia0").exists():
-        yield ok("locked memory", f"{_limit(soft)} allowed")
+        room = "any amount" if soft == resource.RLIM_INFINITY else amount(soft)
+        yield ok("locked memory", f"{room} allowed")
     elif soft < (wanted or 0):
         todo = "ulimit -l unlimited; without pinned rows copies are slower, and as safe"
         yield warn("locked memory", f"{amount(soft)} allowed, less than cpu_bytes_to_use", todo)
     else:
         yield ok("locked memory", f"{amount(soft)} allowed")
+    yield _core()
     size = os.sysconf("SC_PAGESIZE")
     if size == 4096:
         yield ok("page size", "4096 bytes")
@@ -103,6 +105,14 @@ def examine_limits(wanted: int | None) -> Iterator[Finding]:
         yield warn(
             "page size", f"{size} bytes: only 4096 is tested", "run the tests on this machine"
         )
+
+
+def _core() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    if soft == 0:
+        return ok("core dumps", "none")
+    todo = "ulimit -c 0, or LimitCORE=0 in the service"
+    return warn("core dumps", "allowed: a crash would write keys and KV to a disk", todo)
 
 
 def _limit(value: int) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvsafe.cli.doctor.disk import IN_MEMORY, examine_way, filesystem_of
 from kvsafe.cli.doctor.finding import Finding, bad, ok, unknown, warn
 from kvsafe.cli.inspect.keys import KEYED, Epochs, Keys
 from kvsafe.seal.keyfile import KeyFileError, from_environment, load_or_create
@@ -17,9 +18,18 @@ from kvsafe.seal.suites import Suite
 __all__ = ["State", "examine_state"]
 
 
+_OTHER_SUITE = (
+    "with another suite than before: set suite to that one, or begin with a new state_dir and new "
+    "stores; else restore the state folder"
+)
+
+
 @dataclass(slots=True)
 class State:
-    """Where the engine keeps keys and epochs, and after the look what is in them."""
+    """Where the engine keeps keys and epochs, and after the look what is in them.
+
+    `presumed`: no configuration was given, so suite and namespace are the defaults.
+    """
 
     folder: Path | None
     key_file: Path | None
@@ -27,6 +37,7 @@ class State:
     suite: Suite
     namespace: str
     epoch_file: Path | None = None
+    presumed: bool = False
     keys: Keys | None = None
     epoch: int | None = None
 
@@ -37,6 +48,7 @@ def examine_state(state: State, environ: Mapping[str, str], roots: list[str]) ->
         yield bad("state_dir", "neither HOME nor XDG_STATE_HOME is set", "set state_dir")
         return
     yield _folder("state_dir", state.folder)
+    yield from _stays("state_dir", state.folder)
     if state.epoch_file is not None:
         yield _folder("epoch_file", state.epoch_file.parent)
     yield from _key(state, environ)
@@ -55,6 +67,17 @@ def _folder(name: str, folder: Path) -> Finding:
     if not os.access(folder, os.W_OK | os.X_OK):
         return bad(name, f"{folder} is not writable for this user", "run this as the engine's user")
     return ok(name, f"{folder}, writable by its owner alone")
+
+
+def _stays(name: str, folder: Path) -> Iterator[Finding]:
+    """Whether it is there after a restart, and whether somebody else can put another there."""
+    above = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    kind = filesystem_of(str(above))
+    if kind in (*IN_MEMORY, "overlay"):
+        said = f"on {kind}: keys and epochs are lost with the machine's memory or the container"
+        todo = "put it on a volume that stays: without the keys every chunk is refused"
+        yield warn(name, said, todo)
+    yield from examine_way(name, str(folder))
 
 
 def _will_be_made(name: str, folder: Path) -> Finding:
@@ -124,9 +147,11 @@ def _epoch(state: State) -> Iterator[Finding]:
         yield unknown("epoch", "without the key its file cannot be checked")
         return
     epochs = Epochs(state.folder, state.keys, state.epoch_file)
-    state.epoch = epochs.current(state.suite, state.namespace)
-    if epochs.troubles:
-        yield bad("epoch", epochs.troubles[0])
+    suites = (state.suite, *KEYED) if state.presumed else (state.suite,)
+    numbers = (epochs.current(suite, state.namespace) for suite in suites)
+    state.epoch = next((number for number in numbers if number is not None), None)
+    if epochs.troubles and state.epoch is None:
+        yield bad("epoch", epochs.troubles[0], _OTHER_SUITE)
     elif state.epoch is None:
         yield unknown("epoch", f"{path.name} has no mark of use beside it; an engine makes one")
     else:

@@ -19,7 +19,7 @@ from kvsafe.cli.inspect.keys import Epochs, Keys, add_key_arguments, epochs_of, 
 from kvsafe.cli.inspect.reading import MAX_ROW_BYTES, Depth, Reader
 from kvsafe.cli.inspect.screen import Bar, print_json, say
 from kvsafe.cli.inspect.summary import Summary
-from kvsafe.cli.inspect.tree import Role, Tree, shown
+from kvsafe.cli.inspect.tree import Role, Tree, need_chunks, shown
 from kvsafe.seal.suites import Suite
 
 __all__ = ["add_arguments", "add_row_argument", "row_limit", "run", "say_keys"]
@@ -97,14 +97,24 @@ def _folder(args: argparse.Namespace, judge: Judge, limit: int) -> int:
                     summary.add(reader.examine(folder, entry.parts, Depth.HEADER))
             except OSError as exc:
                 summary.unread[exc.strerror or "error"] += 1
+        need_chunks(tree, summary.files + summary.others[Role.QUARANTINED])
         summary.unread.update(tree.troubles)
+        inside = tree.inside
         kind = "a kvsafe-fs store" if tree.kvsafe_fs else "files"
     bar.clear()
     if args.json:
-        print_json({"path": shown(args.path), "kind": kind, **summary.document()})
+        advice = {"what_to_do": summary.advice.texts(args.path)}
+        print_json({"path": shown(args.path), "kind": kind, **summary.document(), **advice})
     else:
         say([f"{shown(args.path)}: {kind}, {summary.files:,} chunk files, headers only", ""])
         say(summary.lines())
+        say(summary.advice.lines(args.path))
+    if inside:
+        print(
+            f"note: a part of the kvsafe-fs store {shown(inside)}: owner, mode and links of files "
+            "count only where that is named",
+            file=sys.stderr,
+        )
     return ExitCode.FOUND if summary.found_something else ExitCode.FINE
 
 

@@ -29,7 +29,7 @@ __all__ = ["Judge", "Place", "Verdict", "place_of"]
 
 NO_KEY = "steps 4, 5, 9 and 10 (tags, place, writers, padding): they need the key"
 NO_PLACE = "step 5 (place): the file's name is no object name"
-NO_EPOCH = "step 6 (epoch): no epoch file of this namespace was found"
+NO_EPOCH = "step 6 (epoch): no epoch file of this namespace was found, or none that can be read"
 PRIVATE = "step 6 (epoch): a private epoch, which only the launch that sealed it knows"
 
 _REMEMBERED = 64

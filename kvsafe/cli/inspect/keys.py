@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import threading
@@ -92,7 +93,16 @@ def read_keys(
             return Keys(made, accepted, f"variable {args.key_env}")
         return _from_file(args, environ, accepted)
     except KeyFileError as exc:
-        raise UsageError(str(exc)) from None
+        raise UsageError(f"{exc}{'' if args.key_env else _whose(exc.path)}") from None
+
+
+def _whose(path: Path) -> str:
+    """A way out that the engine's own words do not have: be the user whose key it is."""
+    try:
+        owner = path.lstat().st_uid if os.path.lexists(path) else path.parent.lstat().st_uid
+    except OSError:
+        return ""
+    return f" Or run this as user {owner}." if owner != os.geteuid() else ""
 
 
 def _from_file(
@@ -103,7 +113,9 @@ def _from_file(
     # Only an engine makes a key file: a fresh key here would open nothing.
     if path is None or not os.path.lexists(path):
         if args.key_file or args.state_dir:
-            raise UsageError(f"{path}: there is no key file; name one, or use --no-key")
+            raise UsageError(
+                f"{path}: there is no key file; name the engine's (to inspect without: --no-key)"
+            )
         return Keys({}, accepted)
     path = Path(os.path.abspath(path))
     return Keys({s: load_or_create(path, suite=s.label) for s in KEYED}, accepted, str(path))
@@ -157,9 +169,26 @@ class Epochs:
         # Reading a folder that was never used would start an epoch.
         if ring is None or not (os.path.lexists(path) and os.path.lexists(used)):
             return None
-        secret = ring.state_secret
         try:
-            return EpochFile(path, lambda message: suite.tag(secret, message)).read()
+            return _epoch_of(path, suite, ring)
         except EpochError as exc:
-            self.troubles.append(str(exc))
+            trouble = self._other_suite(path, suite) or str(exc)
+            if trouble not in self.troubles:
+                self.troubles.append(trouble)
             return None
+
+    def _other_suite(self, path: Path, suite: Suite) -> str:
+        """Words for an epoch file that is whole, but of engines with another suite."""
+        for other in Suite:
+            ring = self.keys.ring(other)
+            if other is suite or ring is None:
+                continue
+            with contextlib.suppress(EpochError):
+                _epoch_of(path, other, ring)
+                return f"{path}: is of suite {other.label}, so it says nothing about {suite.label}"
+        return ""
+
+
+def _epoch_of(path: Path, suite: Suite, ring: Keyring) -> int:
+    secret = ring.state_secret
+    return EpochFile(path, lambda message: suite.tag(secret, message)).read()

@@ -30,6 +30,15 @@ __all__ = ["MAX_ROW_BYTES", "Buffers", "Depth", "Examined", "Reader"]
 MAX_ROW_BYTES = 512 << 20
 """Longest file that is read whole, unless the caller says otherwise."""
 
+_REGULAR = "a regular file"
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFCHR: "a character device",
+}
 _PIECE = 4 << 20
 _PUBLISHING_S = 60.0
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -148,7 +157,8 @@ class Reader:
         """Why this cannot be a chunk file, whatever it holds."""
         kind = RefusalKind.TIER_OBJECT
         if not stat.S_ISREG(info.st_mode):
-            return Refusal.of(kind, "file type", "-", stat.filemode(info.st_mode)[0])
+            what = _KINDS.get(stat.S_IFMT(info.st_mode), "something else")
+            return Refusal.of(kind, "file type", _REGULAR, what)
         if self._owner is None:
             return None
         if info.st_uid != self._owner:
@@ -199,6 +209,6 @@ def _trouble(info: os.stat_result | None, exc: Exception) -> Examined:
             # Exchanged for a link or a socket between look and open.
             code = errno.errorcode[exc.errno]
             kind = RefusalKind.TIER_OBJECT
-            return Examined(info, Verdict(Refusal.of(kind, "file type", "-", code)))
+            return Examined(info, Verdict(Refusal.of(kind, "file type", _REGULAR, code)))
         return Examined(info, trouble=exc.strerror or type(exc).__name__)
     return Examined(info, trouble=f"cannot be read: {type(exc).__name__}")

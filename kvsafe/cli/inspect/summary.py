@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kvsafe.cli.inspect.advice import Advice
 from kvsafe.cli.inspect.chunk import document_of, refusal_document
 from kvsafe.cli.inspect.outline import Outline
 from kvsafe.cli.inspect.reading import Examined
@@ -93,6 +94,7 @@ class Summary:
     files: int = 0
     size: int = 0
     unchecked: Counter[str] = field(default_factory=Counter)
+    advice: Advice = field(default_factory=Advice)
 
     def add(self, found: Examined) -> None:
         """Count one chunk file."""
@@ -103,6 +105,7 @@ class Summary:
             self.unread.update([] if found.gone else [found.trouble])
             return
         self.unchecked.update(verdict.unchecked)
+        self.advice.add(verdict)
         if verdict.refusal is not None:
             self.refused[verdict.refusal.kind] += 1
         elif verdict.outline is not None:

@@ -22,9 +22,10 @@ from typing import Self
 from kvsafe.cli import UsageError
 from kvsafe.tiers import QUARANTINE, SUFFIX
 
-__all__ = ["Entry", "Role", "Tree", "in_vllm_folder", "shown"]
+__all__ = ["Entry", "Role", "Tree", "in_vllm_folder", "need_chunks", "need_root", "shown"]
 
 MAX_DEPTH = 12
+_STORE_DEPTH = 2
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _SUFFIXES = (SUFFIX, ".bin")
 _VLLM_FOLDERS = re.compile(r"[^/]+_r\d+/[0-9a-f]{3}/[0-9a-f]{2}_g\d+")
@@ -59,6 +60,7 @@ class Tree:
     Attributes:
         kvsafe_fs: whether it is the root of a `kvsafe-fs` store.
         owner: user number of such a store; None for any other folder.
+        inside: the root of the `kvsafe-fs` store in which this folder lies; "" if in none.
         troubles: folders that could not be listed, in words.
     """
 
@@ -72,6 +74,7 @@ class Tree:
             raise UsageError(f"{shown(path)}: {exc.strerror}; name a tier's root_dir") from None
         self.kvsafe_fs = self._has("objects") and (self._has("leases") or self._has("ledger"))
         self.owner = os.fstat(self.root).st_uid if self.kvsafe_fs else None
+        self.inside = "" if self.kvsafe_fs else _store_around(os.path.realpath(self.path))
         self._in_quarantine = os.path.basename(self.path) == QUARANTINE
         self.troubles: Counter[str] = Counter()
 
@@ -132,11 +135,11 @@ class Tree:
         except FileNotFoundError:
             return
         except OSError as exc:
-            self.troubles[f"{shown('/'.join(parts)) or '.'}: {exc.strerror}"] += 1
+            self.troubles[f"folder {shown('/'.join(parts)) or '.'}: {exc.strerror}"] += 1
             return
         for name in sorted(folders):
             if len(parts) >= MAX_DEPTH:
-                self.troubles[f"{shown('/'.join(parts))}: folders deeper than {MAX_DEPTH}"] += 1
+                self.troubles[f"folder {shown('/'.join(parts))}: deeper than {MAX_DEPTH}"] += 1
                 return
             yield from self._walk((*parts, name))
 
@@ -152,6 +155,29 @@ class Tree:
         if not folder and (name.startswith(".") or name.endswith(".tmp")):
             return Role.TEMPORARY
         return Role.CHUNK if name.endswith(_SUFFIXES) else Role.OTHER
+
+
+def need_root(tree: Tree) -> None:
+    """Raise `UsageError` for a part of a store: owner, mode and links would not count."""
+    if tree.inside:
+        raise UsageError(
+            f"{shown(tree.path)} is a part of the kvsafe-fs store {shown(tree.inside)}: name that"
+        )
+
+
+def need_chunks(tree: Tree, files: int) -> None:
+    """Raise `UsageError` where there was nothing to look at: a wrong path must not look fine."""
+    if not files and not tree.kvsafe_fs and not tree.troubles:
+        raise UsageError(f"{shown(tree.path)} holds no chunk file: name a tier's root_dir")
+
+
+def _store_around(path: str) -> str:
+    """The nearest folder above that is a store's root."""
+    for _ in range(_STORE_DEPTH):
+        path = os.path.dirname(path)
+        if all(os.path.lexists(os.path.join(path, name)) for name in ("objects", "leases")):
+            return path
+    return ""
 
 
 def _stat(item: os.DirEntry[str]) -> os.stat_result | None:

@@ -20,7 +20,7 @@ from kvsafe.cli.inspect.keys import Epochs, Keys
 from kvsafe.cli.inspect.reading import Depth, Examined, Reader
 from kvsafe.cli.inspect.screen import Bar, amount, print_json, say
 from kvsafe.cli.inspect.summary import Summary
-from kvsafe.cli.inspect.tree import Entry, Role, Tree, shown
+from kvsafe.cli.inspect.tree import Entry, Role, Tree, need_chunks, need_root, shown
 from kvsafe.cli.purge.choice import Choice, add_choice_arguments, choice_of
 from kvsafe.cli.purge.removal import Remover, open_remover
 from kvsafe.seal.suites import Suite
@@ -50,8 +50,10 @@ class Purge:
     removed_bytes: int = 0
     changed: int = 0
     failed: Counter[str] = field(default_factory=Counter)
+    unseen: Counter[str] = field(default_factory=Counter)
     account: str = ""
     finished: bool = False
+    looked: int = 0
 
     def choose(self, found: Examined) -> None:
         """Count a file that is to go."""
@@ -65,6 +67,11 @@ class Purge:
             self.kept += 1
         else:
             self.left_unreadable += 1
+
+    @property
+    def fine(self) -> bool:
+        """Whether every file was looked at, and what was to go is gone."""
+        return self.finished and not self.failed and not self.unseen
 
     def document(self, really: bool) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -82,6 +89,7 @@ class Purge:
             "removed_bytes": self.removed_bytes,
             "changed_meanwhile": self.changed,
             "failed": dict(self.failed),
+            "not_looked_at": dict(self.unseen),
             "account": self.account,
         }
 
@@ -97,6 +105,7 @@ class Purge:
             yield f"{self.left_unreadable:,} have no readable header and stay (see --unreadable)"
         if self.elsewhere:
             yield f"{self.elsewhere:,} lie where the tier keeps nothing and stay"
+        yield from (f"not looked at: {text}" for text in self.unseen)
         if not really:
             yield "nothing was removed: add --yes to remove them" if self.chosen.files else ""
             return
@@ -113,20 +122,24 @@ def run(args: argparse.Namespace) -> int:
     """0 if all that was chosen is gone (or was only shown), 1 if something was in the way."""
     choice = choice_of(args)
     with Tree(args.dir) as tree:
+        need_root(tree)
         remover = open_remover(tree, really=args.yes)
         purge = Purge()
-        # An interrupt is an ordinary end: the account is settled and the result told.
-        with contextlib.suppress(KeyboardInterrupt):
-            _purge(args, choice, tree, remover, purge)
-            purge.finished = True
-        purge.account = remover.close()
-        purge.failed.update(tree.troubles)
+        try:
+            # An interrupt is an ordinary end: the account is settled and the result told.
+            with contextlib.suppress(KeyboardInterrupt):
+                _purge(args, choice, tree, remover, purge)
+                purge.finished = True
+        finally:
+            purge.account = remover.close()
+        need_chunks(tree, purge.looked)
+        purge.unseen.update(tree.troubles)
         path = shown(tree.path)
     if args.json:
         print_json({"path": path, **purge.document(args.yes)})
     else:
         say(line for line in purge.lines(args.yes) if line)
-    return ExitCode.FOUND if purge.failed or not purge.finished else ExitCode.FINE
+    return ExitCode.FINE if purge.fine else ExitCode.FOUND
 
 
 def _purge(
@@ -135,12 +148,12 @@ def _purge(
     keys = Keys({}, tuple(Suite))
     reader = Reader(Judge(keys, Epochs(None, keys)))
     wanted = Role.QUARANTINED if args.quarantine else Role.CHUNK
-    bar, looked = Bar(), 0
+    bar = Bar()
     for entry in tree.entries():
+        purge.looked += entry.role in (Role.CHUNK, Role.QUARANTINED)
         if entry.role is not wanted:
             continue
-        looked += 1
-        bar.show("purging", looked, 0, purge.removed_bytes)
+        bar.show("purging", purge.looked, 0, purge.removed_bytes)
         if not remover.owns(entry):
             purge.elsewhere += 1
             continue

@@ -42,15 +42,20 @@ class StoreHand:
             self._folders = Folders(calls, root, 4096, int(RefusalKind.TIER_OBJECT))
         except StoreRefused as exc:
             raise UsageError(f"{exc} (run this as the user of the engine)") from None
-        try:
-            self._assemble(calls, self._folders)
-        except OSError as exc:
-            self._folders.close()
-            raise UsageError(f"{root} cannot be used: {exc.strerror or exc}") from None
+        with contextlib.ExitStack() as held:
+            held.callback(self._folders.close)
+            try:
+                self._assemble(calls, self._folders, held)
+            except OSError as exc:
+                raise UsageError(f"{root} cannot be used: {exc.strerror or exc}") from None
+            self._held = held.pop_all()
 
-    def _assemble(self, calls: Os, folders: Folders) -> None:
+    def _assemble(self, calls: Os, folders: Folders, held: contextlib.ExitStack) -> None:
+        """Put the parts together; `held` lets go of what was opened."""
         self._ledger = Ledger(calls, folders, _LOCK_WAIT_S)
+        held.callback(self._ledger.close)
         self._lease = Lease(calls, folders)
+        held.callback(self._lease.close, clean=True)
         self._keeper = Keeper(calls, folders, self._ledger, self._lease, None)
         room = Room(calls, folders, self._ledger, self._lease, _NO_LIMIT, lambda: None)
         self._keeper.room = self._room = room
@@ -65,12 +70,14 @@ class StoreHand:
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A lease that stays is cleared by whoever counts next.
+        clean = False
         with contextlib.suppress(OSError):
             self._room.return_unspent()
-            self._lease.close(clean=self._room.held == 0)
-        self._ledger.close()
-        self._folders.close()
+            clean = self._room.held == 0
+        # Let go of in any case: a file that stays is cleared by whoever counts next, and a lock
+        # that stayed would make that impossible for as long as this process lives.
+        self._lease.close(clean=clean)
+        self._held.close()
 
     def is_place(self, bucket: str, file: str) -> bool:
         """Whether the tier would look for a chunk here."""
@@ -118,6 +125,9 @@ class StoreHand:
         return self._keeper.counts > 0
 
     @property
-    def charged(self) -> int:
-        """Bytes charged to the folder now."""
-        return self._room.account().charged
+    def charged(self) -> int | None:
+        """Bytes charged to the folder now; None where the account cannot be read."""
+        try:
+            return self._room.account().charged
+        except OSError:
+            return None

@@ -64,8 +64,8 @@ class StoreRemover:
         if self._hand is None:
             return ""
         with self._hand as hand:
-            if hand.recount():
-                return f"{hand.charged:,} bytes are charged to the store now"
+            if hand.recount() and (charged := hand.charged) is not None:
+                return f"{charged:,} bytes are charged to the store now"
         return "the store could not be counted now: its account says too much until it is"
 
 

@@ -23,7 +23,7 @@ from kvsafe.cli.inspect.keys import (
 )
 from kvsafe.cli.inspect.reading import Examined, Reader
 from kvsafe.cli.inspect.screen import Bar, print_json, say
-from kvsafe.cli.inspect.tree import Entry, Role, Tree, shown
+from kvsafe.cli.inspect.tree import Entry, Role, Tree, need_chunks, need_root, shown
 from kvsafe.cli.verify.aside import open_aside
 from kvsafe.cli.verify.resume import Memory
 from kvsafe.cli.verify.work import Tally, examine_all
@@ -54,25 +54,31 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= jobs <= MAX_JOBS:
         raise UsageError(f"--jobs {args.jobs}: 1 to {MAX_JOBS}")
     keys = read_keys(args, os.environ, KEYED)
-    _need_keys(keys)
+    _need_keys(keys, args.no_key)
     epochs = epochs_of(args, os.environ, keys)
     with contextlib.ExitStack() as stack:
         tree = stack.enter_context(Tree(args.dir))
+        need_root(tree)
         limit = row_limit(args.max_row)
         reader = Reader(Judge(keys, epochs), owner=tree.owner, max_row_bytes=limit)
         memory = None
         if args.resume:
             memory = stack.enter_context(Memory(args.resume, tree.path, keys))
         tally = _verify(args, tree, reader, jobs, memory)
+        need_chunks(tree, tally.files + tally.skipped)
     if args.json:
-        print_json({"path": shown(tree.path), **tally.document()})
+        advice = {"what_to_do": tally.advice.texts(args.dir)}
+        print_json({"path": shown(tree.path), **tally.document(), **advice})
     else:
         say(tally.lines())
+        say(tally.advice.lines(args.dir))
     say_keys(keys, epochs, quiet=True)
     return ExitCode.FINE if tally.fine else ExitCode.FOUND
 
 
-def _need_keys(keys: Keys) -> None:
+def _need_keys(keys: Keys, without: bool) -> None:
+    if not keys.complete and without:
+        raise UsageError("needs the key, so not --no-key; without it there is kvsafe inspect DIR")
     if not keys.complete:
         raise UsageError(
             "no key was found, and without it a chunk cannot be opened: name --state-dir, "

@@ -15,10 +15,11 @@ import stat
 from typing import Protocol
 
 from kvsafe.cli import UsageError
+from kvsafe.cli.inspect.advice import OF_THE_READER
 from kvsafe.cli.inspect.reading import Examined
 from kvsafe.cli.inspect.tree import Entry, Tree, in_vllm_folder
 from kvsafe.cli.purge.hand import StoreHand
-from kvsafe.seal.refusal import Refusal, RefusalKind
+from kvsafe.seal.refusal import Refusal
 from kvsafe.tiers import QUARANTINE
 from kvsafe.tiers.calls import OPEN_FLAGS, rename_new
 from kvsafe.tiers.outcome import FileId
@@ -26,7 +27,6 @@ from kvsafe.tiers.outcome import FileId
 __all__ = ["MOVED", "Aside", "PlainAside", "StoreAside", "open_aside"]
 
 MOVED = "moved aside"
-_OF_THE_READER = (RefusalKind.VERSION, RefusalKind.SUITE, RefusalKind.KEY_ID)
 _ELSEWHERE = "left: not where the tier would look for a chunk"
 _NEWER = "left: it could not be moved, or is another file by now"
 
@@ -53,7 +53,7 @@ def _refusal(found: Examined) -> Refusal | str:
     refusal = None if found.verdict is None else found.verdict.refusal
     if refusal is None or found.file is None:
         return "left: not refused"
-    if refusal.kind in _OF_THE_READER:
+    if refusal.kind in OF_THE_READER:
         return "left: it may be whole for a reader with another key or version"
     return refusal
 

@@ -10,11 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvsafe.cli.inspect.advice import Advice
 from kvsafe.cli.inspect.chunk import refusal_document
 from kvsafe.cli.inspect.reading import Depth, Examined, Reader
 from kvsafe.cli.inspect.screen import amount
 from kvsafe.cli.inspect.summary import refusal_lines
 from kvsafe.cli.inspect.tree import Entry, Role, Tree, shown
+from kvsafe.cli.verify.aside import MOVED
 from kvsafe.cli.verify.resume import Memory
 from kvsafe.seal.refusal import RefusalKind
 
@@ -35,6 +37,7 @@ class Tally:
     unread: Counter[str] = field(default_factory=Counter)
     unchecked: Counter[str] = field(default_factory=Counter)
     aside: Counter[str] = field(default_factory=Counter)
+    advice: Advice = field(default_factory=Advice)
     listed: list[dict[str, Any]] = field(default_factory=list)
     size: int = 0
     skipped: int = 0
@@ -59,6 +62,8 @@ class Tally:
             return
         self.size += found.info.st_size if found.info is not None else 0
         self.unchecked.update(verdict.unchecked)
+        if moved != MOVED:
+            self.advice.add(verdict)
         if verdict.refusal is None:
             return
         self.refused[verdict.refusal.kind] += 1
@@ -89,7 +94,7 @@ class Tally:
         skipped = f", {self.skipped:,} skipped: good before" if self.skipped else ""
         yield f"{self.files:,} files, {amount(self.size)}{skipped}"
         if not self.files and not self.skipped:
-            yield "there is no chunk file: is this the tier's root_dir?"
+            yield "there is no chunk file yet"
         for word, meaning in _WORDS.items():
             if self.words[word]:
                 yield f"  {self.words[word]:>8,} {meaning}"
@@ -103,7 +108,7 @@ class Tally:
 
 _WORDS = {
     "good": "good",
-    "stale": "whole, but of another epoch (601, 602): `kvsafe purge --epoch-below` removes them",
+    "stale": "whole, but of another epoch (601, 602)",
     "refused": "refused",
     "unread": "not read",
     "gone": "gone meanwhile: evicted by an engine",
