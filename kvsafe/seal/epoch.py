@@ -174,7 +174,7 @@ class EpochFile:
         body = document.body
         expected = self._tag(body).hex().encode()
         if not hmac.compare_digest(expected, document.tag.encode("utf-8", "surrogatepass")):
-            problem = "is damaged or was written under another key: its tag is wrong"
+            problem = "is damaged or was written under another key or suite: its tag is wrong"
             raise EpochError(self._path, problem, _RESTORE)
         if body.version != EPOCH_FILE_VERSION or not 0 <= body.epoch <= MAX_EPOCH:
             raise EpochError(self._path, "holds another version or no epoch", _RESTORE)

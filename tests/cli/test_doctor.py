@@ -32,6 +32,7 @@ from kvsafe.cli.doctor.engine import (
 )
 from kvsafe.cli.doctor.finding import Finding, Level, bad, finding_lines
 from kvsafe.cli.doctor.machine import examine_clock, examine_limits, judge_memory
+from kvsafe.cli.doctor.speed import examine_suite, judge_suite
 from kvsafe.cli.doctor.state import State, examine_state
 from kvsafe.engine.config import PROVEN_VLLM_VERSIONS
 from kvsafe.seal.epoch import EpochFile
@@ -554,6 +555,17 @@ def test_memory_and_clock() -> None:
     assert examine_clock(now, now).level is Level.OK
     assert examine_clock(now + 1, now).level is Level.BAD
     assert examine_clock(None, 1000).level is Level.BAD
+
+
+def test_a_suite_that_is_much_slower_here() -> None:
+    speeds = {Suite.AES256_GMAC: 20.0, Suite.BLAKE3_KEYED: 5.0, Suite.HMAC_SHA256: 1.5}
+    assert judge_suite(Suite.AES256_GMAC, speeds).level is Level.OK
+    slow = judge_suite(Suite.BLAKE3_KEYED, speeds)
+    assert slow.level is Level.WARN and "aes256-gmac" in slow.todo
+    assert judge_suite(Suite.BLAKE3_KEYED, {**speeds, Suite.AES256_GMAC: 9.0}).level is Level.OK
+    # What has no key is warned of elsewhere, not for its speed.
+    assert judge_suite(Suite.BLAKE3, speeds).level is Level.OK
+    assert "aes256-gmac" in examine_suite(Suite.AES256_GMAC).text
 
 
 def test_too_many_rows_for_this_machine(ready: Shelf, call: Caller) -> None:
