@@ -30,7 +30,7 @@ from kvsafe.device import (
     cpu_copier,
 )
 from kvsafe.seal.keyring import DEFAULT_SUITE
-from kvsafe.seal.suites import TAG_BYTES, Suite, tags_equal
+from kvsafe.seal.suites import Suite, tags_equal
 
 KIB = 1024
 SLICES = (64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
@@ -49,10 +49,10 @@ class KeyedProof:
         self._bytes = memoryview(window.base.numpy()).cast("B")
         self._tags: dict[int, bytes] = {}
 
-    def _tag(self, row: RowPlan, like: bytes | None = None) -> bytes:
+    def _tag(self, row: RowPlan) -> bytes:
         start = self._window.slice_start(row.row)
         body = self._bytes[start : start + self._window.slice_bytes]
-        return self._suite.tag_slice(KEY, CONTEXT, body, like=like)
+        return self._suite.tag_slice(KEY, CONTEXT, body)
 
     def fence(self, row: RowPlan) -> object | None:
         return None
@@ -62,8 +62,7 @@ class KeyedProof:
         return None
 
     def before_load(self, row: RowPlan) -> object | None:
-        known = self._tags.get(row.row, bytes(TAG_BYTES))
-        same = tags_equal(self._tag(row, known), known)
+        same = tags_equal(self._tag(row), self._tags.get(row.row, b""))
         return None if same else "tag"
 
 

@@ -144,9 +144,8 @@ class Engine:
                 + bytes(row[24:40]) + bytes(row[80:112]) + key
             )  # fmt: skip
             body = bytes(row[start : start + place.length])
+            tag = suites.slice_tag(self.suite.label, self.subkey("slice", secret), context, body)
             at = self.record_at(index) + 32
-            salt, subkey = bytes(row[at : at + 16]), self.subkey("slice", secret)
-            tag = suites.slice_tag(self.suite.label, subkey, salt, context, body)
             row[at : at + 32] = tag
 
     def subkey(self, purpose: str, secret: int = 0) -> bytes:

@@ -270,7 +270,7 @@ def _payload(head: Header, expected: Expected) -> Verdict:
         context = CONTEXT.pack(*numbers, fixed.identity_digest)
         start = fixed.header_bytes + w.offset
         content = head.row[start : start + w.length]
-        right = suites.slice_tag(expected.suite, slice_key, w.tag[:16], context + key, content)
+        right = suites.slice_tag(expected.suite, slice_key, context + key, content)
         if not hmac.compare_digest(w.tag, right):
             return _no(1001, "not what the writer tagged", f"slices[{w.rank}]")
     return OK

@@ -8,12 +8,15 @@ import hmac
 from collections.abc import Iterable
 
 import blake3
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 NUMBERS = {"blake3-keyed": 1, "hmac-sha256": 2, "blake3": 3, "aes256-gmac": 4}
 OVER_SHA256 = ("hmac-sha256", "aes256-gmac")
 PUBLIC_SECRET = hashlib.sha256(b"kvsafe 1 unkeyed: public, proves nothing").digest()
 NO_KEY_ID = bytes(8)
+PIECE = 1 << 24
 
 
 def _hmac(key: bytes, *parts: bytes | memoryview) -> bytes:
@@ -62,11 +65,16 @@ def tag(suite: str, key: bytes, *parts: bytes | memoryview) -> bytes:
     return state.digest()
 
 
-def slice_tag(
-    suite: str, key: bytes, salt: bytes, context: bytes, content: bytes | memoryview
-) -> bytes:
-    """32 bytes over a slice; `salt`, the first half of the tag in suite 4, is for it alone."""
+def slice_tag(suite: str, key: bytes, context: bytes, content: bytes | memoryview) -> bytes:
+    """32 bytes over a slice."""
     if suite != "aes256-gmac":
         return tag(suite, key, context, content)
-    own = _hmac(key, salt, context)
-    return salt + AESGCM(own).encrypt(bytes(12), b"", content)
+    return _hmac(key, b"\x02", context, _gmac(_hmac(key, b"\x01", context), content))
+
+
+def _gmac(key: bytes, content: bytes | memoryview) -> bytes:
+    state = Cipher(AES(key), GCM(bytes(12))).encryptor()
+    for start in range(0, len(content), PIECE):
+        state.authenticate_additional_data(content[start : start + PIECE])
+    state.finalize()
+    return state.tag

@@ -144,15 +144,14 @@ class Opener:
             want.keyring.subkey(seal_key, "slice"),
             context,
             row[start : start + place.length],
-            like=record.tag,
         )
         if tags_equal(tag, record.tag):
             return None
         return Refusal.of(
             RefusalKind.PAYLOAD_TAG,
             f"writer[{place.rank}].tag",
-            record.tag[-8:],
-            tag[-8:],
+            "the tag of these bytes",
+            "another",
         )
 
     def _check_identity(self, head: bytes, fixed: FixedPart, spans: Spans) -> Refusal | None:

@@ -61,7 +61,6 @@ class Draft:
     records: dict[int, dict[str, Any]] = field(default_factory=dict)
     filler: bytes = b""
     tail: bytes = b""
-    salt: bytes = bytes(range(16))
 
     def fixed_part(self) -> bytes:
         """Bytes 0 .. 144."""
@@ -103,7 +102,7 @@ class Draft:
             place = (values["rank"], len(self.key), values["offset"], values["length"])
             context = CONTEXT.pack(*place, self.epoch, values["generation"], identity_digest)
             values["tag"] = suites.slice_tag(
-                self.suite, subkey, self.salt, context + self.key, self.slices[rank]
+                self.suite, subkey, context + self.key, self.slices[rank]
             )
         return RECORD.pack(*values.values())
 

@@ -235,13 +235,12 @@ def spec_tag(suite: Suite, subkey: bytes, message: bytes) -> bytes:
     return blake3(subkey + message).digest()
 
 
-def spec_slice_tag(
-    suite: Suite, subkey: bytes, context: bytes, content: bytes, salt: bytes
-) -> bytes:
-    """The tag of section 4.3, written down again; `salt` is for suite 4 only."""
+def spec_slice_tag(suite: Suite, subkey: bytes, context: bytes, content: bytes) -> bytes:
+    """The tag of section 4.3, written down again."""
     if suite is not Suite.AES256_GMAC:
         return spec_tag(suite, subkey, context + content)
-    return salt + spec_gmac(hmac.digest(subkey, salt + context, "sha256"), content)
+    mac = spec_gmac(hmac.digest(subkey, b"\1" + context, "sha256"), content)
+    return hmac.digest(subkey, b"\2" + context + mac, "sha256")
 
 
 def spec_gmac(key: bytes, message: bytes) -> bytes:

@@ -94,8 +94,8 @@ def _first_record_only(self: Opener, header: Header) -> Refusal | None:
 def _only_half_a_slice() -> Fault:
     right = Suite.tag_slice
 
-    def tag_slice(self: Suite, subkey: bytes, context: bytes, body: Any, **salt: Any) -> bytes:
-        return right(self, subkey, context, body[: len(body) // 2], **salt)
+    def tag_slice(self: Suite, subkey: bytes, context: bytes, body: Any) -> bytes:
+        return right(self, subkey, context, body[: len(body) // 2])
 
     return instead(Suite, "tag_slice", tag_slice)
 

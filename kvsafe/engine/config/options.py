@@ -136,9 +136,9 @@ class KVSafeConfig(msgspec.Struct, frozen=True, kw_only=True):
         SuiteName,
         Option(
             "text",
-            "How tags are made. `aes256-gmac` is the fastest; it and `hmac-sha256` use only FIPS "
-            "algorithms; `blake3-keyed` for processors without AES; `blake3` has no key: it finds "
-            "accidents, not attackers.",
+            "How tags are made. `aes256-gmac` is the fastest where the processor has AES; it and "
+            "`hmac-sha256` use NIST algorithms only; `blake3-keyed` is for other processors; `blake3` "
+            "has no key: it finds accidents, not attackers.",
             one_of(*get_args(SuiteName)),
         ),
     ] = DEFAULT_SUITE
