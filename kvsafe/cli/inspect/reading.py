@@ -128,7 +128,7 @@ class Reader:
                 if (refusal := self._unfit(info)) is not None:
                     return Examined(info, Verdict(refusal))
                 return self._read(fd, info, place_of(parts), depth)
-        except (OSError, ValueError, MemoryError) as exc:
+        except Exception as exc:  # also what a library raises that is none of these
             return _trouble(info, exc)
 
     def _read(self, fd: int, info: os.stat_result, place: Place | None, depth: Depth) -> Examined:
