@@ -128,7 +128,8 @@ class _Session:
             if attempt:
                 time.sleep(0.25)
             word, note = self._call(step)
-            if word in step.get("want", [word]):
+            # After these there is no process that could be asked again.
+            if word in (*step.get("want", [word]), "hung", "died"):
                 break
         return word, note
 

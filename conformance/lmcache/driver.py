@@ -18,7 +18,7 @@ from conformance.lmcache.wire import Meta
 
 __all__ = ["Driver", "DriverFailed"]
 
-_START_S = 120.0
+_START_S = 300.0
 _LINE = 64 << 20
 
 

@@ -2,6 +2,7 @@
 """Proof with real peers: vLLM engines with LMCache and with kvsafe share chunks, both ways.
 
     conformance/lmcache/setup && python -m conformance.lmcache.interop [--part a]... [--json]
+        [--version 0.4.7] [--record]
 
 Every part starts real engines on a tiny model, one at a time, and compares tokens with those of
 an engine without any connector. A line per promise; exit status 1 when one does not hold.
@@ -22,11 +23,13 @@ from conformance.lmcache.driver import Driver
 from conformance.lmcache.hostile import HostileServer
 from conformance.lmcache.peers.lab import CHUNK, PROMPT, Engine, EngineFailed, Lab, Said
 from conformance.lmcache.peers.servers import NotHere, lm_server, mp_server, redis_server
+from conformance.lmcache.record import keep
 
 HITS = len(PROMPT) // CHUNK * CHUNK
 SETTLE_S = 3.0
 STORED_S = 60.0
 BUILTIN = {"hash_algo": "builtin", "none_hash_seed": "0"}
+MP_PLANES = {"0.4.7": 2}
 LIES = ("bit-flip", "other-key", "old-answer", "short-length", "cut-payload", "silent")
 
 
@@ -56,11 +59,20 @@ class Proof:
         if not self.quiet:
             print(f"{'ok ' if held else 'NOT'} ({part}) {promise}: {line.seen}", flush=True)
 
+    def of(self, part: str) -> list[Line]:
+        """The lines of one part."""
+        return [line for line in self.lines if line.part == part]
+
     def same(self, part: str, who: str, said: Said, cached: int | None = None) -> None:
         """Tokens as without a connector, and so many of the prompt's tokens not computed."""
-        self.note(part, f"{who}: tokens equal", said.tokens == self.tokens, f"{said.tokens[:4]}...")
+        self.note(part, f"{who}: tokens equal", said.tokens == self.tokens, self._seen(said))
         if cached is not None:
             self.note(part, f"{who}: {cached} tokens cached", said.cached == cached, said.cached)
+
+    def _seen(self, said: Said) -> str:
+        if said.tokens == self.tokens:
+            return f"{said.tokens[:4]}..."
+        return f"{list(said.tokens)}, not {list(self.tokens)}"
 
 
 def _write(engine: Engine) -> Said:
@@ -80,7 +92,7 @@ def _read(engine: Engine) -> Said:
 
 def part_a(proof: Proof) -> None:
     """LMCache writes, kvsafe reads with trust: peer; with trust: attested it must not."""
-    with lm_server() as address:
+    with lm_server(proof.lab.version) as address:
         url = f"lm://{address[0]}:{address[1]}"
         with proof.lab.lmcache(address) as engine:
             proof.same("a", "LMCache writes", _write(engine), 0)
@@ -92,7 +104,7 @@ def part_a(proof: Proof) -> None:
 
 def part_b(proof: Proof) -> None:
     """kvsafe writes, LMCache reads; hashes of the other kind than in part a."""
-    with lm_server() as address:
+    with lm_server(proof.lab.version) as address:
         url = f"lm://{address[0]}:{address[1]}"
         with proof.lab.kvsafe(url, "b") as engine:
             proof.same("b", "kvsafe writes, attested", _write(engine), 0)
@@ -107,7 +119,7 @@ def part_c(proof: Proof) -> None:
 
     Key file and epoch file are what attesting needs in common; state folders are their own.
     """
-    with lm_server() as address:
+    with lm_server(proof.lab.version) as address:
         url = f"lm://{address[0]}:{address[1]}"
         with proof.lab.kvsafe(url, "c") as engine:
             proof.same("c", "the first kvsafe writes", _write(engine), 0)
@@ -119,19 +131,21 @@ def part_c(proof: Proof) -> None:
 
 def part_d(proof: Proof) -> None:
     """LMCache's multiprocess server and kvsafe share a Redis, both ways."""
+    lab = proof.lab
+    planes: dict[str, Any] = {"mp_planes": MP_PLANES.get(lab.version, 1)}
     with redis_server() as redis:
         url = f"resp://{redis[0]}:{redis[1]}"
-        with mp_server(redis) as port, proof.lab.lmcache_mp(port) as engine:
+        with mp_server(redis, lab.version) as port, lab.lmcache_mp(port) as engine:
             proof.same("d", "LMCache MP writes", _write(engine), 0)
-        with proof.lab.kvsafe(url, "d-peer", trust="peer") as engine:
+        with lab.kvsafe(url, "d-peer", trust="peer", **planes) as engine:
             proof.same("d", "kvsafe reads from the Redis, trust peer", _read(engine), HITS)
     with redis_server() as redis:
         url = f"resp://{redis[0]}:{redis[1]}"
-        with proof.lab.kvsafe(url, "d") as engine:
+        with lab.kvsafe(url, "d", **planes) as engine:
             proof.same("d", "kvsafe writes to the Redis", _write(engine), 0)
-        with mp_server(redis) as port, proof.lab.lmcache_mp(port) as engine:
+        with mp_server(redis, lab.version) as port, lab.lmcache_mp(port) as engine:
             proof.same("d", "LMCache MP reads", _read(engine), HITS)
-        with proof.lab.kvsafe(url, "d") as engine:
+        with lab.kvsafe(url, "d", **planes) as engine:
             proof.same("d", "a second kvsafe reads, attested", _read(engine), HITS)
 
 
@@ -191,6 +205,8 @@ def main() -> int:
             proof = _baseline(lab, options.json)
             for name in options.part or PARTS:
                 _run(proof, name)
+                if options.record:
+                    keep(options.version, name, [asdict(one) for one in proof.of(name)])
     except NotHere as error:
         print(f"interop: {error}", file=sys.stderr)
         return 2
@@ -208,13 +224,18 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--part", action="append", choices=sorted(PARTS), help="repeatable")
     parser.add_argument("--version", default="0.5.6", help="LMCache's version")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--record", action="store_true", help="keep it for the published table")
     return parser.parse_args()
 
 
 def _baseline(lab: Lab, quiet: bool) -> Proof:
     with lab.plain() as engine:
-        said = engine.say(PROMPT)[0]
-    return Proof(lab, said.tokens, quiet=quiet)
+        first, second = (engine.say(PROMPT)[0] for _ in range(2))
+    if first.tokens != second.tokens:
+        raise NotHere(f"an engine that repeats itself: {first.tokens}, then {second.tokens}")
+    if not quiet:
+        print(f"without a connector: {list(first.tokens)}", flush=True)
+    return Proof(lab, first.tokens, quiet=quiet)
 
 
 def _run(proof: Proof, name: str) -> None:

@@ -22,6 +22,7 @@ from conformance.lmcache import client_suite, server_suite
 from conformance.lmcache.cases import LEVELS
 from conformance.lmcache.driver import Driver
 from conformance.lmcache.peers.servers import ROOT, NotHere, lm_server, peer_python, redis_server
+from conformance.lmcache.record import section
 from conformance.lmcache.report import Result
 
 HOME = Path(__file__).resolve().parent
@@ -32,8 +33,9 @@ PATIENCE_S = 5.0
 WITHHELD = {
     "lm": ("length-above-shape", "length-below-shape", "negative-length", "negative-shape"),
     "lm-client": ("negative-length", "no-length", "short-length"),
+    "resp-client": ("guard", "wire"),
 }
-"""Cases about numbers that contradict each other. Whoever fails one is told first, not shown."""
+"""Cases, or levels of cases, that other people are told first and not shown, whatever they are."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ def rows() -> Iterator[Row]:
         command = [sys.executable, "-m", module]
         yield Row(f"kvsafe client, {wire}", f"{wire}-client", _client(wire, command), ours=True)
     for version in ("0.5.6", "0.4.7"):
-        yield Row(f"LMCache {version} client", "lm-client", _lmcache_client(version))
+        yield Row(f"LMCache {version} client", "lm-client", _lmcache_client("lm", version))
+    for version in ("0.5.6", "0.4.7"):
+        name = f"LMCache {version} RESP L2 adapter"
+        yield Row(name, "resp-client", _lmcache_client("resp", version))
 
 
 def _lm_server(version: str) -> Callable[[], list[Result]]:
@@ -86,11 +91,12 @@ def _client(wire: str, command: list[str]) -> Callable[[], list[Result]]:
     return run
 
 
-def _lmcache_client(version: str) -> Callable[[], list[Result]]:
+def _lmcache_client(wire: str, version: str) -> Callable[[], list[Result]]:
     def run() -> list[Result]:
-        module = "conformance.lmcache.drivers.lmcache_peer"
+        name = "lmcache_peer" if wire == "lm" else "lmcache_resp_peer"
+        module = f"conformance.lmcache.drivers.{name}"
         command = ["env", f"PYTHONPATH={ROOT}", str(peer_python(version)), "-m", module]
-        return _client("lm", command)()
+        return _client(wire, command)()
 
     return run
 
@@ -116,8 +122,8 @@ def main() -> int:
 
 
 def _entry(row: Row, results: list[Result]) -> dict[str, Any]:
-    hidden = () if row.ours else WITHHELD.get(row.kind, ())
-    cases = [asdict(result) for result in results if result.case not in hidden]
+    hidden = set(() if row.ours else WITHHELD.get(row.kind, ()))
+    cases = [asdict(result) for result in results if not hidden & {result.case, result.level}]
     for case in cases:
         del case["seconds"], case["title"]
     return {"kind": row.kind, "withheld": len(results) - len(cases), "cases": cases}
@@ -142,7 +148,7 @@ def page(held: dict[str, Any]) -> str:
     lines += [_summary(name, entry) for name, entry in held.items()]
     for name, entry in held.items():
         lines += ["", f"## {name}", "", *_details(entry)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *section()]) + "\n"
 
 
 def _summary(name: str, entry: dict[str, Any]) -> str:

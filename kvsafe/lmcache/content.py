@@ -44,8 +44,10 @@ def _finite(numbers: "np.ndarray[tuple[int], np.dtype[np.signedinteger]]", infin
 
 def _zero_token(tokens: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]") -> bool:
     """Whether a row has zeros only. A row whose first bytes are not all zero needs no look."""
-    start = tokens[:, : min(8, tokens.shape[1])]
-    suspects = tokens[~start.any(axis=1)]
+    if tokens.shape[1] % 8:
+        suspects = tokens[~tokens[:, :8].any(axis=1)]
+    else:
+        suspects = tokens[tokens.view(np.uint64)[:, 0] == 0]
     return not bool(suspects.any(axis=1).all())
 
 

@@ -8,8 +8,7 @@ not end is a refusal (torn, or late) and is not asked for again.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from kvsafe.lmcache.answers import Answer, Fetch, Found, Lost
 from kvsafe.lmcache.links import Links
@@ -33,8 +32,7 @@ class Reader(Protocol):
 R = TypeVar("R", bound=Reader)
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange(Generic[R]):
+class Exchange(NamedTuple, Generic[R]):
     """How one kind of request is asked and answered.
 
     Attributes:

@@ -68,6 +68,9 @@ DTYPE_BYTES: Final = {
     Dtype.UINT8: 1, Dtype.FLOAT8_E4M3FN: 1, Dtype.FLOAT8_E5M2: 1,
 }  # fmt: skip
 
+_NO_VALUE: Final = (0, int(Fmt.KV_2LTD), int(Dtype.FLOAT16), 0, 0, 0, 0, 0)
+"""What LMCache's client writes into the fields of a request that carries no value."""
+
 SAME_DTYPE: Final = ({Dtype.HALF, Dtype.FLOAT16},)
 """Two numbers for one type: LMCache writes either."""
 
@@ -129,17 +132,25 @@ def decode_request(data: bytes | bytearray | memoryview) -> Request | Refusal:
 
 def get_request(key: str) -> bytes:
     """GET."""
-    return Request(Command.GET, key).encode()
+    return _bare(Command.GET, key)
 
 
 def exist_request(key: str) -> bytes:
     """EXIST."""
-    return Request(Command.EXIST, key).encode()
+    return _bare(Command.EXIST, key)
 
 
 def health_request(key: str) -> bytes:
     """HEALTH. LMCache's server parses the key of this request too, so it has to be one."""
-    return Request(Command.HEALTH, key).encode()
+    return _bare(Command.HEALTH, key)
+
+
+def _bare(command: Command, key: str) -> bytes:
+    """A request without a value, as `Request(command, key).encode()` gives it, but sooner."""
+    raw = key.encode("utf-8")
+    if len(raw) > KEY_BYTES:
+        raise ValueError(f"key of {len(raw)} bytes, room for {KEY_BYTES}")
+    return REQUEST.pack(command, *_NO_VALUE, raw.ljust(KEY_BYTES))
 
 
 def put_request(key: str, shape: ChunkShape) -> bytes:

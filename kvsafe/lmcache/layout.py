@@ -7,8 +7,9 @@ A page is one block of one layer, as the engine's attention backend keeps it. Wh
 
 - LMCache's connector in the engine writes KV_2LTD: plane 0 is K, plane 1 is V (K after rotary
   embedding and norm), width the head size.
-- Its multiprocess server writes one plane whose width is all that the engine keeps per token and
-  head, in the order of the engine's own tensor, whatever the bytes mean.
+- Its multiprocess server writes what the engine keeps per token and head in the order of the
+  engine's own tensor, whatever the bytes mean: 0.5.6 as one plane, 0.4.7 the first half of them as
+  plane 0 and the second as plane 1.
 """
 
 from collections.abc import Sequence
@@ -78,12 +79,11 @@ def page_rules(shape: PageShape) -> tuple[PageRule, ...]:
     )
 
 
-def packed_plane(shape: PageShape, *, heads_first: bool) -> Plane:
-    """The one plane of a multiprocess chunk: the page as [heads][tokens][2 x size] or the like."""
+def packed_planes(shape: PageShape, *, heads_first: bool, planes: int) -> tuple[Plane, ...]:
+    """The planes of a multiprocess chunk: of pages as [heads][tokens][2 x size] or the like."""
     width = 2 * shape.head_size
-    if heads_first:
-        return Plane(0, width, width * shape.tokens, 1)
-    return Plane(0, width * shape.heads, width, 1)
+    token, head = (width, width * shape.tokens) if heads_first else (width * shape.heads, width)
+    return tuple(Plane(n * width // planes, token, head, 1) for n in range(planes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,10 @@ class ChunkForm:
         return cls((rule.keys, rule.values), shape.head_size)
 
     @classmethod
-    def one_plane(cls, shape: PageShape, *, heads_first: bool) -> "ChunkForm":
-        """The multiprocess server's."""
-        return cls((packed_plane(shape, heads_first=heads_first),), 2 * shape.head_size)
+    def multiprocess(cls, shape: PageShape, *, heads_first: bool, planes: int) -> "ChunkForm":
+        """The multiprocess server's, with 1 or 2 planes."""
+        found = packed_planes(shape, heads_first=heads_first, planes=planes)
+        return cls(found, 2 * shape.head_size // planes)
 
 
 class ChunkLayout:

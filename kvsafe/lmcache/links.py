@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bounded pool of connections to one peer, with backoff while it cannot be reached."""
 
+import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Final
 
 from kvsafe.lmcache.wire import Address, Deadline, Wire, WireError
@@ -57,32 +58,44 @@ class Links:
         self.setting = setting
         self.counts = LinkCounts()
         self._greet = greet
-        self._room = threading.Semaphore(setting.connections)
+        # Leaves to use a connection. A queue, since a semaphore costs more than a small reply.
+        self._leaves: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(setting.connections):
+            self._leaves.put(None)
         self._lock = threading.Lock()
         self._idle: list[Wire] = []
         self._failures = 0
         self._not_before = 0.0
         self._closed = False
 
-    @contextmanager
-    def borrow(self, deadline: Deadline) -> Iterator[Wire]:
-        """A connection for one exchange. Raises `WireError` when there is none to be had.
+    def borrow(self, deadline: Deadline) -> "Loan":
+        """A connection for one exchange: `with links.borrow(deadline) as wire`.
 
-        A `WireError` inside ends the connection; any other way out gives it back.
+        Entering raises `WireError` when there is none to be had. A `WireError` inside ends the
+        connection, and so does any other error; without one it is given back.
         """
-        if not self._room.acquire(timeout=deadline.left()):
-            raise WireError("all connections are in use", late=True)
+        return Loan(self, deadline)
+
+    def take(self, deadline: Deadline) -> Wire:
+        """A connection, until `done` is called for it. Raises `WireError`."""
         try:
-            wire = self._idle_wire() or self._new_wire(deadline)
-            try:
-                yield wire
-            except BaseException:
-                self.counts.dropped += 1
-                wire.close()
-                raise
+            self._leaves.get(timeout=deadline.left())
+        except queue.Empty:
+            raise WireError("all connections are in use", late=True) from None
+        try:
+            return self._idle_wire() or self._new_wire(deadline)
+        except BaseException:
+            self._leaves.put(None)
+            raise
+
+    def done(self, wire: Wire, *, usable: bool) -> None:
+        """Take a connection back, for the next one or, if it is not `usable`, to end it."""
+        if usable:
             self._give_back(wire)
-        finally:
-            self._room.release()
+        else:
+            self.counts.dropped += 1
+            wire.close()
+        self._leaves.put(None)
 
     def _idle_wire(self) -> Wire | None:
         while True:
@@ -138,3 +151,25 @@ class Links:
             idle, self._idle = self._idle, []
         for wire in idle:
             wire.close()
+
+
+class Loan:
+    """One use of a connection, from `with` to its end."""
+
+    __slots__ = ("_deadline", "_links", "_wire")
+
+    def __init__(self, links: Links, deadline: Deadline) -> None:
+        self._links = links
+        self._deadline = deadline
+
+    def __enter__(self) -> Wire:
+        self._wire = self._links.take(self._deadline)
+        return self._wire
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._links.done(self._wire, usable=kind is None)

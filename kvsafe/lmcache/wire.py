@@ -18,6 +18,9 @@ from typing import Final
 _IOV: Final = 64
 _QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
 """Linux only."""
+_TAIL: Final = 1 << 18
+_PIECE: Final = 1 << 17
+_MOST: Final = 1 << 20
 
 
 class WireError(OSError):
@@ -72,6 +75,9 @@ class Wire:
         # Calls are tried first and waited for only when they must be: most need no wait.
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._incoming = select.poll()
+        self._incoming.register(connected, select.POLLIN)
+        self._least = 1
         self.served = 0
         """Replies read in full on this connection."""
 
@@ -98,7 +104,7 @@ class Wire:
             try:
                 sent = self._socket.sendmsg(rest[:_IOV])
             except BlockingIOError:
-                if not self._ready(select.POLLOUT, left):
+                if not self._writable(left):
                     raise WireError("the peer takes nothing", late=True) from None
                 continue
             except OSError as error:
@@ -110,20 +116,30 @@ class Wire:
 
     def read_some(self, into: memoryview, deadline: Deadline, *, begun: bool = False) -> int:
         """Read at least one byte and at most `into`."""
-        while True:
-            left = deadline.left(begun=begun)
-            try:
-                count = self._socket.recv_into(into)
-                break
-            except BlockingIOError:
-                if not self._ready(select.POLLIN, left):
-                    raise WireError("silence", late=True, begun=begun) from None
-            except OSError as error:
-                raise WireError(f"reading failed: {type(error).__name__}", begun=begun) from None
+        return self._read(into, 1, deadline, begun=begun)
+
+    def _read(self, into: memoryview, least: int, deadline: Deadline, *, begun: bool) -> int:
+        """Read some of `into`, preferably when `least` bytes have come. Never returns 0."""
+        left = deadline.left(begun=begun)
+        in_time = least == 1 or self._readable(least, left)
+        # What came until the deadline is read too: whether a reply had begun must be known.
+        while (count := self._receive(into, begun=begun)) is None:
+            if not in_time:
+                raise WireError("silence", late=True, begun=begun)
+            in_time = self._readable(least, deadline.left(begun=begun))
         if count == 0:
             raise WireError("the peer closed the connection", begun=begun)
         self._acknowledge()
         return count
+
+    def _receive(self, into: memoryview, *, begun: bool) -> int | None:
+        """What is there now; None when nothing is."""
+        try:
+            return self._socket.recv_into(into)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise WireError(f"reading failed: {type(error).__name__}", begun=begun) from None
 
     def _acknowledge(self) -> None:
         """Have what was read acknowledged at once, not with the usual delay.
@@ -137,24 +153,35 @@ class Wire:
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
 
-    def _ready(self, event: int, seconds: float) -> bool:
+    def _writable(self, seconds: float) -> bool:
         """Wait until a call can go on, or fail. False when the time is over."""
         poll = select.poll()
-        poll.register(self._socket, event)
+        poll.register(self._socket, select.POLLOUT)
         return bool(poll.poll(math.ceil(seconds * 1000)))
+
+    def _readable(self, least: int, seconds: float) -> bool:
+        """Wait until `least` bytes or the end have come. False when the time is over.
+
+        That many at once costs one wait instead of one for every packet. It is a wish: the kernel
+        wakes us earlier when its buffers are full, or always where it does not know the option.
+        """
+        if least != self._least:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._least = least
+        return bool(self._incoming.poll(math.ceil(seconds * 1000)))
 
     def read_exactly(self, into: memoryview, deadline: Deadline, *, begun: bool = False) -> None:
         """Fill `into`, neither more nor less."""
         done = 0
         while done < len(into):
-            done += self.read_some(into[done:], deadline, begun=begun or done > 0)
+            rest = into[done:]
+            done += self._read(rest, _least(len(rest)), deadline, begun=begun or done > 0)
 
     def quiet(self) -> bool:
         """Whether nothing waits to be read. Bytes that nobody asked for, or an end, say no."""
         try:
-            poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
-            return not poll.poll(0)
+            return not self._readable(1, 0.0)
         except (OSError, ValueError):
             return False
 
@@ -162,3 +189,14 @@ class Wire:
         """End the connection. May be called twice."""
         with contextlib.suppress(OSError):
             self._socket.close()
+
+
+def _least(rest: int) -> int:
+    """How many bytes to wait for when `rest` are still to come.
+
+    Never for the last ones: a peer with Nagle's algorithm holds them back until what it sent
+    before is acknowledged, and that is done quickest by reading it.
+    """
+    if rest > 2 * _TAIL:
+        return min(rest - _TAIL, _MOST)
+    return _PIECE if rest > _PIECE else 1

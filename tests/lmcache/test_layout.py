@@ -81,14 +81,19 @@ def test_trying_finds_the_rule(name: str) -> None:
     assert known_rule(SHAPE, page, keys, values) is None
 
 
+@pytest.mark.parametrize("planes", [1, 2])
 @pytest.mark.parametrize("heads_first", [True, False])
-def test_the_multiprocess_form_keeps_tokens_apart_and_nothing_else(heads_first: bool) -> None:
-    layout = ChunkLayout(SHAPE, ChunkForm.one_plane(SHAPE, heads_first=heads_first), areas(), SLOTS)
-    assert layout.dims == (1, LAYERS, SLOTS * 4, 48)
+def test_the_multiprocess_forms_keep_tokens_apart_and_nothing_else(
+    heads_first: bool, planes: int
+) -> None:
+    form = ChunkForm.multiprocess(SHAPE, heads_first=heads_first, planes=planes)
+    layout = ChunkLayout(SHAPE, form, areas(), SLOTS)
+    assert layout.dims == (planes, LAYERS, SLOTS * 4, 48 // planes)
     payload = numbers(LAYERS * SLOTS * 4 * 48)
-    order = (3, 4, 16) if heads_first else (4, 3, 16)
+    order = (3, 4, planes, 16 // planes) if heads_first else (4, 3, planes, 16 // planes)
     pages = payload.reshape(LAYERS, SLOTS, *order)
-    wanted = pages.transpose(0, 1, 3, 2, 4) if heads_first else pages
+    by_token = pages.transpose(0, 1, 3, 2, 4, 5) if heads_first else pages
+    wanted = by_token.transpose(4, 0, 1, 2, 3, 5)
     chunk = bytearray(layout.nbytes)
     layout.to_chunk(payload.data.cast("B"), memoryview(chunk))
     assert chunk == np.ascontiguousarray(wanted).tobytes()

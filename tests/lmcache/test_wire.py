@@ -2,7 +2,9 @@
 """One connection: what was read is acknowledged at once, and deadlines end every wait."""
 
 import errno
+import select
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,3 +127,54 @@ def test_parts_arrive_in_order_however_they_are_cut(ends: tuple[Watched, socket.
     while len(got) < len(whole):
         got += theirs.recv(1 << 16)
     assert got == whole
+
+
+LARGE = 1 << 20
+LOWAT = socket.SO_RCVLOWAT
+
+
+def sent(theirs: socket.socket, data: bytes) -> threading.Thread:
+    """Data on its way: more than the kernel's buffers may hold."""
+    thread = threading.Thread(target=theirs.sendall, args=(data,), daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("refused", [None, LOWAT])
+def test_a_large_value_is_waited_for_and_then_single_bytes_are_seen_again(
+    ends: tuple[Watched, socket.socket], refused: int | None
+) -> None:
+    ours, theirs = ends
+    ours.refused = refused
+    wire, value = Wire(ours), bytes(range(256)) * (LARGE // 256)
+    for _ in range(3):
+        thread = sent(theirs, value)
+        assert read(wire, LARGE) == value
+        thread.join(PATIENT_S)
+    assert LOWAT in ours.seen
+    assert wire.quiet()
+    theirs.sendall(b"x")
+    assert select.select([ours], [], [], PATIENT_S)[0]
+    assert not wire.quiet()
+    assert read(wire, 1) == b"x"
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_large_value_that_does_not_come_whole_had_begun(
+    ends: tuple[Watched, socket.socket], closes: bool
+) -> None:
+    ours, theirs = ends
+    wire = Wire(ours)
+    theirs.sendall(b"only this")
+    if closes:
+        theirs.close()
+    with pytest.raises(WireError, match="closed" if closes else r"silence|deadline") as torn:
+        read(wire, LARGE, PATIENT_S if closes else SHORT_S)
+    assert torn.value.begun
+    assert torn.value.late is not closes
+
+
+def test_the_last_bytes_are_never_waited_for_all_at_once() -> None:
+    for rest in (1, 36, 4096, 1 << 17, (1 << 17) + 1, 1 << 18, 1 << 19, LARGE, 100 * LARGE):
+        assert 1 <= module._least(rest) <= max(1, rest - 1)
+        assert module._least(rest) <= LARGE

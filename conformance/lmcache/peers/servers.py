@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["ROOT", "NotHere", "lm_server", "mp_server", "peer_python", "redis_server"]
 
 ROOT = Path(__file__).resolve().parents[3]
-_READY_S = 90.0
+_READY_S = 300.0
 
 
 class NotHere(Exception):

@@ -130,6 +130,12 @@ KVSAFE_LMCACHE_TIER: Final[Mapping[str, Option]] = {
     "connect_s": Option(
         "seconds", "Longest wait for a connection.", check_seconds, default="`2.0`"
     ),
+    "mp_planes": Option(
+        "integer", "`resp`: planes of the values that the peers' multiprocess servers keep: 1 with "
+        "LMCache 0.5.6, 2 with 0.4.7. Nothing on the server says which: a wrong one serves and "
+        "leaves wrong KV (spec/lmcache.md).",
+        int_between(1, 2), default="`1`",
+    ),
     "username": Option(
         "text", "`resp`: name for AUTH.", matching(r"[!-~]{1,128}", "printable ASCII")
     ),
@@ -143,7 +149,7 @@ KVSAFE_LMCACHE_TIER: Final[Mapping[str, Option]] = {
 }  # fmt: skip
 """`backpressure` is added by `tiers`, which has its check."""
 
-_RESP_ONLY: Final = ("username", "password_env", "database", "ttl_s")
+_RESP_ONLY: Final = ("username", "password_env", "database", "ttl_s", "mp_planes")
 
 
 class LmcacheOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +172,7 @@ class LmcacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     password_env: str | None
     database: int
     ttl_s: int | None
+    mp_planes: int
 
 
 def complete_lmcache(
@@ -200,6 +207,7 @@ def _struct(values: Mapping[str, object]) -> LmcacheOptions:
         "trust": "attested", "none_hash_seed": None, "chunk_tokens": 256, "model_name": None,
         "world_size": None, "offload_prompt_only": True, "threads": 4, "deadline_s": 10.0,
         "connect_s": 2.0, "username": None, "password_env": None, "database": 0, "ttl_s": None,
+        "mp_planes": 1,
     }  # fmt: skip
     known = LmcacheOptions.__struct_fields__
     chosen = {name: value for name, value in values.items() if name in known}

@@ -93,7 +93,8 @@ def peer_form(options: LmcacheOptions, note: PageNote, station: Station) -> Peer
     if options.scheme == "resp":
         # The multiprocess server sees whole blocks, whatever parts the backend sees.
         shape, pages = replace(shape, tokens=shape.tokens * note.parts), rows.slots
-        form = ChunkForm.one_plane(shape, heads_first=note.heads_first)
+        first, planes = note.heads_first, options.mp_planes
+        form = ChunkForm.multiprocess(shape, heads_first=first, planes=planes)
     else:
         rule = next(rule for rule in page_rules(shape) if rule.name == note.rule)
         form = ChunkForm.two_planes(rule, shape)
