@@ -69,6 +69,13 @@ class Os:
         """What stands at `name`; a link is not followed."""
         return self.call("stat", os.stat, name, dir_fd=folder, follow_symlinks=False)
 
+    def there(self, folder: int, name: str) -> bool:
+        """Whether anything stands at `name`; False as well where that cannot be told.
+
+        A quarter of the price of a `stat` that finds nothing, whose exception costs most.
+        """
+        return self.call("there", os.access, name, os.F_OK, dir_fd=folder, follow_symlinks=False)
+
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         """Write at `offset`; returns how many bytes were taken."""
         return self.call("write", os.pwrite, fd, data, offset)
@@ -127,6 +134,38 @@ class Os:
         self.call("flock", fcntl.flock, fd, how | fcntl.LOCK_NB)
 
 
+class QuickOs(Os):
+    """The same calls where nobody sits in the seam: what every chunk costs, a frame less each."""
+
+    def open(self, folder: int, name: str, flags: int, mode: int = 0o600) -> int:
+        """As `Os.open`."""
+        return os.open(name, flags | OPEN_FLAGS, mode, dir_fd=folder)
+
+    def close(self, fd: int) -> None:
+        """As `Os.close`."""
+        os.close(fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """As `Os.fstat`."""
+        return os.fstat(fd)
+
+    def stat(self, folder: int, name: str) -> os.stat_result:
+        """As `Os.stat`."""
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+    def there(self, folder: int, name: str) -> bool:
+        """As `Os.there`."""
+        return os.access(name, os.F_OK, dir_fd=folder, follow_symlinks=False)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        """As `Os.write`."""
+        return os.pwrite(fd, data, offset)
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        """As `Os.read`."""
+        return os.preadv(fd, [into], offset)
+
+
 def _make_root(path: str) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     os.mkdir(path, 0o700)
@@ -153,8 +192,7 @@ def can_rename_new(folder: int, name: str) -> bool:
 def _rename_noreplace(source: int, name: str, target: int, new_name: str) -> bool:
     if _renameat2 is None:
         return False
-    old, new = os.fsencode(name), os.fsencode(new_name)
-    if _renameat2(source, old, target, new, _NO_REPLACE) == 0:
+    if _renameat2(source, name.encode(), target, new_name.encode(), _NO_REPLACE) == 0:
         return True
     code = ctypes.get_errno()
     if code in _NOT_HERE:

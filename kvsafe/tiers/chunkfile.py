@@ -45,15 +45,15 @@ class Writer:
         self._calls.close(fd)
 
     def _fill(self, fd: int, row: memoryview) -> None:
-        done = 0
-        while done < len(row):
+        done = self._calls.write(fd, row, 0)
+        while 0 < done < len(row):
             if done % DIRECT_ALIGN:
                 self._calls.plain(fd)
             with row[done:] as rest:
                 taken = self._calls.write(fd, rest, done)
-            if taken <= 0:
-                raise OSError(5, "a write took no bytes")
-            done += taken
+            done = done + taken if taken > 0 else 0
+        if done <= 0:
+            raise OSError(5, "a write took no bytes")
 
     def publish(self, bucket: int, temporary: str, name: str) -> None:
         """Give the file its name; `FileExistsError` if there is one already."""
@@ -107,12 +107,12 @@ class Reader:
         return self._calls.open(folder, name, os.O_RDONLY)
 
     def _fill(self, fd: int, into: memoryview) -> None:
-        done = 0
-        while done < len(into):
+        done = self._calls.read(fd, into, 0)
+        while 0 < done < len(into):
             if done % DIRECT_ALIGN:
                 self._calls.plain(fd)
             with into[done:] as rest:
                 came = self._calls.read(fd, rest, done)
-            if came <= 0:
-                raise Truncated
-            done += came
+            done = done + came if came > 0 else 0
+        if done <= 0:
+            raise Truncated

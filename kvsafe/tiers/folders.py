@@ -34,6 +34,7 @@ _BUCKET_DIGITS = 3
 _HANDLES = (32, 1 << 4 * _BUCKET_DIGITS)
 _LINK_GRACE_S = 60.0
 _PROBES = 8
+_CHUNK_MODE = stat.S_IFREG | 0o600
 
 
 class StoreRefused(RuntimeError):
@@ -61,6 +62,7 @@ class Folders:
         self._lock = threading.Lock()
         self._buckets: OrderedDict[str, _Handle] = OrderedDict()
         self._handles = _handle_limit()
+        self._scarce = self._handles < _HANDLES[1]
         self._open: list[int] = []
         self._settled = False
         try:
@@ -215,7 +217,8 @@ class Folders:
             handle = self._buckets.get(key)
             if handle is not None:
                 handle.users += 1
-                self._buckets.move_to_end(key)
+                if self._scarce:
+                    self._buckets.move_to_end(key)
                 return handle
         fd = self._folder(self.objects, key) if make else self._try_folder(self.objects, key)
         with self._lock:
@@ -281,6 +284,13 @@ class Folders:
 
     def flaw(self, info: os.stat_result) -> Flaw | None:
         """Why this cannot be a chunk, or None. A name that is still being made is no flaw."""
+        if (
+            info.st_mode == _CHUNK_MODE
+            and info.st_size == self.row_bytes
+            and info.st_nlink == 1
+            and info.st_uid == os.geteuid()
+        ):
+            return None  # as nearly always
         if not stat.S_ISREG(info.st_mode):
             return self.flaw_of("file type", "-", stat.filemode(info.st_mode)[0])
         if info.st_size != self.row_bytes:

@@ -5,7 +5,7 @@ import enum
 import errno
 import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Verdict(Protocol):
@@ -64,6 +64,10 @@ class Outcome:
         return self.answer in (Answer.DONE, Answer.PRESENT)
 
 
+DONE = Outcome(Answer.DONE)
+PRESENT = Outcome(Answer.PRESENT)
+"""The two that nearly every operation ends with, made once."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 GONE = (errno.ENOENT, errno.ENOTDIR)
 
@@ -79,8 +83,7 @@ def outcome_of(error: OSError) -> Outcome:
     return Outcome(Answer.UNREACHABLE, name)
 
 
-@dataclass(frozen=True, slots=True)
-class FileId:
+class FileId(NamedTuple):
     """Which file it was: a later one of the same name has another id."""
 
     inode: int

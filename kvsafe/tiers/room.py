@@ -21,7 +21,7 @@ from kvsafe.tiers.outcome import GONE
 
 CANDIDATES = 16384
 _GRANT_BYTES = 32 << 20
-_GRANT_ROWS = 32
+_GRANT_ROWS = 128
 _ATTEMPTS = 4
 _WAIT_S = 5.0
 _LATER_NS = 1_000_000

@@ -12,13 +12,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvsafe.tiers.calls import Os
+from kvsafe.tiers.calls import Os, QuickOs
 from kvsafe.tiers.chunkfile import DIRECT_ALIGN, Reader, Truncated, Writer
 from kvsafe.tiers.folders import Folders, StoreRefused
 from kvsafe.tiers.keeper import Keeper, mark_used
 from kvsafe.tiers.leases import Lease
 from kvsafe.tiers.ledger import Ledger, Limits, whole_pages
-from kvsafe.tiers.outcome import Answer, FileId, Flaw, Outcome, Verdict, outcome_of
+from kvsafe.tiers.outcome import DONE, Answer, FileId, Flaw, Outcome, Verdict, outcome_of
 from kvsafe.tiers.quarantine import Quarantine
 from kvsafe.tiers.room import Room
 from kvsafe.tiers.setting import StoreSetting
@@ -37,7 +37,7 @@ class ChunkStore:
                 f"capacity_bytes {setting.capacity_bytes} holds no row of {setting.row_bytes}"
             )
         self.setting = setting
-        self.calls = calls = calls or Os()
+        self.calls = calls = calls or QuickOs()
         self.folders = folders = Folders(
             calls, setting.root, setting.row_bytes, setting.flaw_number
         )
@@ -94,13 +94,14 @@ class ChunkStore:
             raise ValueError(f"a row of {len(row)} bytes, not {self.setting.row_bytes}")
         bucket, file = self.folders.place(name)
         try:
-            if self._stands(name, bucket, file):
-                return self._storing.present(bucket)
-            if not self.room.take(self._charge):
-                return Outcome(Answer.NO_ROOM, "capacity or reserve")
+            with self.folders.bucket(bucket, make=True) as folder:
+                if self._stands(name, folder, bucket, file):
+                    return self._storing.present(bucket)
+                if not self.room.take(self._charge):
+                    return Outcome(Answer.NO_ROOM, "capacity or reserve")
+                return self._counted(self._storing.store(folder, bucket, file, row, wanted))
         except OSError as exc:
-            return outcome_of(exc)
-        return self._counted(self._storing.store(bucket, file, row, wanted))
+            return self._counted(outcome_of(exc))
 
     def standing(self, name: bytes) -> Outcome | None:
         """What `put` would answer without writing; None if it would have to write."""
@@ -108,10 +109,15 @@ class ChunkStore:
             return None
         return self._storing.present(self.folders.place(name)[0])
 
-    def _stands(self, name: bytes, bucket: str, file: str) -> bool:
-        """Whether a file that can be this chunk is there; one that cannot is moved away."""
+    def _stands(self, name: bytes, folder: int, bucket: str, file: str) -> bool:
+        """Whether a file that can be this chunk is there; one that cannot is moved away.
+
+        "No" where it cannot be told does no harm: publishing never replaces.
+        """
+        if not self.calls.there(folder, file):
+            return False
         try:
-            info = self._stat(bucket, file)
+            info = _still_there(self.calls.stat(folder, file))
         except FileNotFoundError:
             return False
         flaw = self.folders.flaw(info)
@@ -147,7 +153,7 @@ class ChunkStore:
         if verdict is not None:
             moved = self.quarantine(name, verdict.number, str(verdict))
             return self._counted(Outcome(Answer.REFUSED, str(verdict), verdict, moved))
-        return self._counted(Outcome(Answer.DONE))
+        return self._counted(DONE)
 
     def _admit(self, name: bytes, fd: int, info: os.stat_result, seen: list[FileId]) -> Flaw | None:
         seen.append(FileId.of(_still_there(info)))
@@ -200,12 +206,23 @@ class ChunkStore:
 
     def look(self, names: Iterable[bytes]) -> list[bool]:
         """Per name, whether a file that can be this chunk is there now."""
-        return [self._look(name) for name in names]
+        answers: list[bool] = []
+        found = True
+        for name in names:
+            # Prefixes are asked for: what follows a hit is likely one, and so with misses.
+            found = self._look(name, likely=found)
+            answers.append(found)
+        return answers
 
-    def _look(self, name: bytes) -> bool:
+    def _look(self, name: bytes, *, likely: bool) -> bool:
         bucket, file = self.folders.place(name)
         try:
-            info = self._stat(bucket, file)
+            with self.folders.bucket(bucket) as folder:
+                if not likely and not self.calls.there(folder, file):
+                    return False
+                info = _still_there(self.calls.stat(folder, file))
+        except FileNotFoundError:
+            return False
         except OSError as exc:
             if outcome_of(exc).answer is not Answer.MISSING:
                 self.counts["look failed"] += 1

@@ -8,7 +8,7 @@ from kvsafe.tiers.chunkfile import Writer
 from kvsafe.tiers.folders import Folders
 from kvsafe.tiers.leases import Lease
 from kvsafe.tiers.ledger import whole_pages
-from kvsafe.tiers.outcome import Answer, Outcome, outcome_of
+from kvsafe.tiers.outcome import DONE, PRESENT, Answer, Outcome, outcome_of
 from kvsafe.tiers.room import Room
 
 
@@ -26,15 +26,11 @@ class Storing:
         self._counts = counts
         self._charge = whole_pages(folders.row_bytes)
 
-    def store(self, bucket: str, file: str, row: memoryview, wanted: Callable[[], bool]) -> Outcome:
-        """Write and publish with room that was taken."""
-        try:
-            with self._folders.bucket(bucket, make=True) as folder:
-                outcome = self._write_in(folder, file, row, wanted)
-        except OSError as exc:
-            # The bucket could not be opened: nothing was written.
-            self._room.give_back(self._charge)
-            return outcome_of(exc)
+    def store(
+        self, folder: int, bucket: str, file: str, row: memoryview, wanted: Callable[[], bool]
+    ) -> Outcome:
+        """Write and publish with room that was taken. `folder` is the bucket, open."""
+        outcome = self._write_in(folder, file, row, wanted)
         if outcome.answer is Answer.DONE:
             self._room.offer_one(bucket, file)
         elif outcome.answer is Answer.PRESENT:
@@ -51,7 +47,7 @@ class Storing:
                     self._writer.settle(folder)
             except OSError as exc:
                 return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
-        return Outcome(Answer.PRESENT)
+        return PRESENT
 
     def _write_in(
         self, folder: int, file: str, row: memoryview, wanted: Callable[[], bool]
@@ -65,7 +61,7 @@ class Storing:
                 return self._undo(folder, temporary, Outcome(Answer.LATE), written)
             self._writer.publish(folder, temporary, file)
         except FileExistsError:
-            return self._undo(folder, temporary, Outcome(Answer.PRESENT), written)
+            return self._undo(folder, temporary, PRESENT, written)
         except OSError as exc:
             return self._undo(folder, temporary, outcome_of(exc), written)
         self._room.spent(self._charge)
@@ -74,7 +70,7 @@ class Storing:
         except OSError as exc:
             # It is there and whole, but may not survive a power loss.
             return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
-        return Outcome(Answer.DONE)
+        return DONE
 
     def _undo(self, folder: int, temporary: str, outcome: Outcome, written: bool) -> Outcome:
         try:

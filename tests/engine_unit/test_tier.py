@@ -735,13 +735,11 @@ def test_a_chunk_that_is_read_after_it_was_refused_is_not_promoted_into_its_row(
     row = hand.primary.row_of(C)
     assert row is not None
     before = bytes(hand.region.row(row))
+    hand.hand.asked.clear()
     for _ in range(3):
-        assert hand.lookup(C, other) is PENDING
+        assert hand.lookup(C, other) is MISS
         hand.step()
-        while hand.hand.loads:
-            assert list(hand.hand.loads[0].keys) == []
-            hand.hand.complete_load()
-        prove(hand)
+        assert not hand.hand.loads and not hand.hand.asked
         hand.recount()
     assert bytes(hand.region.row(row)) == before
     hand.manager.complete_load([C], context)
@@ -753,6 +751,29 @@ def test_a_chunk_that_is_read_after_it_was_refused_is_not_promoted_into_its_row(
     assert hand.lookup(C, other) is HIT
     hand.recount()
     hand.prove_offers()
+
+
+def test_a_chunk_that_is_read_while_its_epoch_ends_is_not_promoted_into_its_row(
+    hand: World,
+) -> None:
+    context = hand.store(C)
+    hand.hand.complete_store()
+    hand.flush()
+    hand.manager.prepare_load([C], context)
+    assert hand.desk.epochs._file.raise_epoch("another process")
+    hand.epochs._next_poll = 0.0
+    hand.step()
+    for _ in range(2):
+        assert hand.lookup(C) is MISS
+        hand.step()
+        assert not hand.hand.loads
+        hand.recount()
+    hand.manager.complete_load([C], context)
+    assert hand.lookup(C) is PENDING
+    hand.step()
+    assert len(hand.hand.loads[0].keys) == 1
+    hand.hand.complete_load()
+    prove(hand)
 
 
 @pytest.mark.parametrize("fail", [True, False])

@@ -13,15 +13,19 @@ import pytest
 from fuzz.campaigns import full
 from kvsafe.tiers import outcome
 
+# Making, filling and removing a file system on a busy disk.
+pytestmark = pytest.mark.timeout(400)
+
 
 def test_a_quota_that_is_used_up(tmp_path: Path) -> None:
     with full.small_disk(full.QUOTA, tmp_path) as disk:
         if disk is None:
             pytest.skip("no right to mount, or no btrfs here")
-        with pytest.raises(OSError, match="Errno") as met, open(disk / "x", "wb", buffering=0) as file:
+        met = pytest.raises(OSError, match="Errno")
+        with met as error, open(disk / "x", "wb", buffering=0) as file:
             while True:
                 file.write(os.urandom(65536))
-        assert met.value.errno == errno.EDQUOT
+        assert error.value.errno == errno.EDQUOT
         space = os.statvfs(disk)
         assert space.f_bavail * space.f_frsize > 2 * full.DISK_BYTES
     found, answers = full.campaign(1, seed=1, kinds=(full.QUOTA,))

@@ -230,3 +230,31 @@ def test_buckets_beyond_the_handle_limit(tmp_path: Path) -> None:
         assert all(holds(store, number) for number in range(20))
         assert len(store.folders._buckets) == 3
     assert not [fd for fd in _fds() if str(tmp_path) in os.readlink(f"/proc/self/fd/{fd}")]
+
+
+def test_a_chunk_that_was_not_seen_is_not_replaced(tmp_path: Path) -> None:
+    """A file system that says "nothing there" of what is there costs one write and no chunk."""
+    calls = FaultyOs()
+    with store_at(tmp_path / "s", calls) as store:
+        assert put(store, 1).answer is Answer.DONE
+        before, held = path_of(store, 1).stat(), store.room.held
+        plan = calls.plan("there", lambda function, args, kwargs: False)
+        assert put(store, 1).answer is Answer.PRESENT
+        assert plan.hits == 1
+        calls.calm()
+        after = path_of(store, 1).stat()
+        assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+        assert store.room.held == held
+        assert temporaries(tmp_path / "s") == []
+        assert holds(store, 1)
+
+
+def test_lookups_after_a_miss_see_the_next_hit_and_the_next_flaw(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        put(store, 2)
+        put(store, 4)
+        path_of(store, 4).chmod(0o644)
+        names = [name_of(number) for number in range(1, 6)]
+        assert store.look(names) == [False, True, False, False, False]
+        assert store.counts["flaw"] == 1
+        assert not path_of(store, 4).exists()

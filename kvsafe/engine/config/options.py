@@ -137,8 +137,8 @@ class KVSafeConfig(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "text",
             "How tags are made. `aes256-gmac` is the fastest where the processor has AES; it and "
-            "`hmac-sha256` use NIST algorithms only; `blake3-keyed` is for other processors; `blake3` "
-            "has no key: it finds accidents, not attackers.",
+            "`hmac-sha256` use NIST algorithms only; `blake3-keyed` is for other processors; "
+            "`blake3` has no key: it finds accidents, not attackers.",
             one_of(*get_args(SuiteName)),
         ),
     ] = DEFAULT_SUITE

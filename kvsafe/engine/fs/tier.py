@@ -61,6 +61,7 @@ _AT_ONCE_BYTES = 1 << 20
 class Job:
     """A transfer under way: keys, their object names and rows, what is open, what succeeded."""
 
+    number: int
     keys: list[OffloadKey]
     names: list[bytes]
     rows: list[int]
@@ -112,6 +113,8 @@ class KVSafeFsTier(SecondaryTierManager):
         teams = [(LOAD, STORE) if place % 2 == 0 else (STORE, LOAD) for place in range(threads)]
         self._pool = Pool([(LOOK,), *teams], self._deadline_s, threads, self.store.calls.clock)
         self._jobs: dict[int, Job] = {}
+        self.on_filled: Callable[[int, int], None] | None = None
+        """Told the job and the place in it of each row that was filled, by the thread that did."""
         self._finished: list[JobResult] = []
         self._tally = FsTally(self.store, tier_type)
         logger.info(
@@ -177,6 +180,7 @@ class KVSafeFsTier(SecondaryTierManager):
     def _submit(self, given: TransferJob, lane: int) -> None:
         keys = list(given.keys)
         job = Job(
+            number=given.job_id,
             keys=keys,
             names=[self._name(key) for key in keys],
             rows=[int(row) for row in given.chunk_ids],
@@ -216,6 +220,7 @@ class KVSafeFsTier(SecondaryTierManager):
     def _load_some(self, job: Job, places: range, ticket: Ticket) -> list[Outcome]:
         buffer = self._buffers.get()
         outcomes = []
+        filled = []
         for place in places:
             if not ticket.renew(self._clock()):
                 break
@@ -224,7 +229,12 @@ class KVSafeFsTier(SecondaryTierManager):
             if outcome.good and ticket.claim():
                 with self._row(job.rows[place]) as row:
                     self._fill_row(row, buffer)
+                filled.append(place)
             outcomes.append(outcome)
+        # All in a row, while what they take to open is at hand; and as long as they are the job's.
+        if self.on_filled is not None and ticket.claim():
+            for place in filled:
+                self.on_filled(job.number, place)
         return outcomes
 
     def _load_one(self, job: Job, place: int, buffer: memoryview) -> Outcome:

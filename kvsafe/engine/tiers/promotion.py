@@ -14,14 +14,21 @@ class Promotion:
     Attributes:
         keys: the row of each key.
         result: what the tier reported, once it has.
+        order: the keys as they were submitted.
+        opened: keys whose rows were opened in place (`in_place`), written by the tier's threads.
         waiting: proofs that have not ended.
         proven: keys whose rows were opened.
     """
 
     keys: dict[OffloadKey, int]
     result: JobResult | None = None
+    order: tuple[OffloadKey, ...] = field(init=False)
+    opened: set[OffloadKey] = field(default_factory=set)
     waiting: int = 0
     proven: list[OffloadKey] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.order = tuple(self.keys)
 
     def outcome(self) -> JobResult:
         """What the manager is told: only what was proven has arrived."""

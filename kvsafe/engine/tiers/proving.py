@@ -44,6 +44,7 @@ from kvsafe.engine.station import Station
 from kvsafe.engine.tiers.door import TierDoor
 from kvsafe.engine.tiers.elsewhere import Elsewhere
 from kvsafe.engine.tiers.guests import DetectorDoor, ParentDoor
+from kvsafe.engine.tiers.in_place import open_in_place
 from kvsafe.engine.tiers.names import ObjectNames
 from kvsafe.engine.tiers.objects import ObjectStore
 from kvsafe.engine.tiers.patience import JobWatch, RowKeeper, ends_within
@@ -107,6 +108,7 @@ class ProvingTier(SecondaryTierManager):
         self._bad_objects: dict[OffloadKey, Refusal] = {}
         if store is not None:
             store.on_refusal = self._note_object
+        open_in_place(inner, self._promotions, self._open)
 
     @property
     def block_size_bytes(self) -> int:
@@ -240,11 +242,8 @@ class ProvingTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Pass on."""
-        return self._door.ask(
-            "on_new_request",
-            lambda: self.inner.on_new_request(req_context),
-            RequestOffloadingContext(),
-        )
+        inner, none = self.inner, RequestOffloadingContext()
+        return self._door.ask("on_new_request", lambda: inner.on_new_request(req_context), none)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Pass on, and forget what this request asked elsewhere."""
@@ -318,6 +317,9 @@ class ProvingTier(SecondaryTierManager):
         for key, row in promotion.keys.items():
             if arrived is not None and names.name(key) not in arrived:
                 continue
+            if key in promotion.opened:
+                self._accept(promotion, key)
+                continue
             promotion.waiting += 1
             proof = self._desk.threads.submit(self._prove, result.job_id, key, row)
             self._open_proofs.add(proof)
@@ -327,7 +329,7 @@ class ProvingTier(SecondaryTierManager):
         refusal: Refusal | None
         try:
             refusal = self._open(key, row)
-        except Exception as exc:  # a proof that cannot run is a refusal, never a hung promotion
+        except BaseException as exc:  # a proof that cannot run is a refusal, never a hung promotion
             refusal = Refusal.of(RefusalKind.COPY_FAULT, "proof", "an answer", type(exc).__name__)
         try:
             if refusal is not None:
@@ -363,10 +365,13 @@ class ProvingTier(SecondaryTierManager):
                 continue
             promotion.waiting -= 1
             if refusal is None:
-                promotion.proven.append(key)
-                self._desk.rows.note_proven((key,))
+                self._accept(promotion, key)
             else:
                 self._refuse(key, refusal)
+
+    def _accept(self, promotion: Promotion, key: OffloadKey) -> None:
+        promotion.proven.append(key)
+        self._desk.rows.note_proven((key,))
 
     def _collect_late(self, job: int) -> None:
         """A proof that a reset did not wait for: its rows may be used again after the last."""

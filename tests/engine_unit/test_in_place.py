@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of our own disk tier are opened in the thread that has filled them; those of no other."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey
+
+from kvsafe.engine.fs.tier import KVSafeFsTier
+from kvsafe.engine.tiers.in_place import open_in_place
+from kvsafe.engine.tiers.promotion import Promotion
+from kvsafe.engine.tiers.proving import ProvingTier
+from kvsafe.seal.refusal import Refusal, RefusalKind
+from tests.engine_unit.sealed_world import World, key_of, running
+from tests.engine_unit.test_fs_tier import DEADLINE_S
+from tests.engine_unit.test_fs_tier import World as FsWorld
+from tests.tiers.faults import WAIT_S, FaultyOs, Stall, stalled
+
+A, B = key_of(1), key_of(2)
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+PAYLOAD_TAG = str(int(RefusalKind.PAYLOAD_TAG))
+
+
+class OtherTier(KVSafeFsTier):
+    """The same, but of another class: nobody knows what it does to rows."""
+
+
+class DiskWorld(World):
+    """A world whose tiers are `kvsafe-fs`, with a note of which threads open rows."""
+
+    def __init__(self, folder: Path, kind: type[KVSafeFsTier]) -> None:
+        self.kind = kind
+        self.openers: list[str] = []
+        super().__init__(folder, tiers=["kvsafe-fs"])
+
+    def _tier(self, index: int, kind: str) -> ProvingTier:
+        spec = SimpleNamespace(station=self.station)
+        rows = self.primary.get_kv_memoryview()
+        root = str(self.folder / "store")
+        inner = self.kind(
+            spec, rows, kind, root_dir=root, capacity_bytes="1MiB", threads=2, deadline_s=60.0
+        )
+        return ProvingTier(inner, index, self.desk, inner.objects)
+
+    def path(self, key: OffloadKey) -> Path:
+        """Where the chunk of this key lies."""
+        bucket, file = self.tier.inner.store.folders.place(self.names.name(key))
+        return Path(self.folder, "store", "objects", bucket, file)
+
+
+@pytest.fixture
+def world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[DiskWorld]:
+    """A world that holds A and B on disk only."""
+    right = ProvingTier._open
+
+    def noted(self: Any, key: OffloadKey, row: int) -> Refusal | None:
+        made.openers.append(threading.current_thread().name)
+        return right(self, key, row)
+
+    monkeypatch.setattr(ProvingTier, "_open", noted)
+    made = DiskWorld(tmp_path, getattr(request, "param", KVSafeFsTier))
+    with running(made):
+        made.store(A, B)
+        made.forget_rows()
+        yield made
+
+
+def test_a_row_is_opened_once_by_the_thread_that_read_it(world: DiskWorld) -> None:
+    assert world.ask(A) is HIT
+    assert [name.startswith("kvsafe-fs") for name in world.openers] == [True]
+    assert world.refusals() == {}
+    world.prove_offers()
+
+
+@pytest.mark.parametrize("world", [OtherTier], indirect=True)
+def test_rows_of_another_class_are_opened_when_its_job_has_ended(world: DiskWorld) -> None:
+    assert world.ask(A) is HIT
+    assert [name.startswith("kvsafe-fs") for name in world.openers] == [False]
+    assert world.tier.inner.on_filled is None
+    world.prove_offers()
+
+
+def test_a_changed_byte_is_refused_once_and_the_file_goes(world: DiskWorld) -> None:
+    path = world.path(A)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert world.ask(A) is MISS
+    assert world.refusals() == {PAYLOAD_TAG: 1}
+    assert not path.exists()
+    assert world.ask(B) is HIT
+
+
+def test_an_opening_that_fails_is_made_again_when_the_job_has_ended(
+    world: DiskWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = ProvingTier._open
+
+    def lame(self: Any, key: OffloadKey, row: int) -> Refusal | None:
+        answer = noted(self, key, row)
+        if threading.current_thread().name.startswith("kvsafe-fs"):
+            raise RuntimeError("a fault of ours")
+        return answer
+
+    monkeypatch.setattr(ProvingTier, "_open", lame)
+    open_in_place(world.tier.inner, world.tier._promotions, world.tier._open)
+    assert world.ask(A) is HIT
+    assert [name.startswith("kvsafe-fs") for name in world.openers] == [True, False]
+
+
+def test_a_row_of_a_load_that_was_given_up_is_nobodys(world: DiskWorld) -> None:
+    filled = world.tier.inner.on_filled
+    filled(12345, 0)
+    assert world.openers == []
+    world.tier._promotions[12345] = Promotion({A: 0})
+    filled(12345, 0)
+    del world.tier._promotions[12345]
+    assert len(world.openers) == 1
+
+
+def test_what_was_filled_before_the_job_was_given_up_is_not_opened(tmp_path: Path) -> None:
+    calls, stall = FaultyOs(), Stall()
+    world = FsWorld(tmp_path / "store", calls)
+    told: list[tuple[int, int]] = []
+    try:
+        assert world.store(1, 2).success
+        world.tier.on_filled = lambda job, place: told.append((job, place))
+        assert world.load(1, 2).success
+        assert [place for _, place in told] == [0, 1]
+        calls.only_threads = ("kvsafe-fs",)
+        calls.plan("read", stalled(stall), 2, 1)
+        job = world.submit(1, 2, load=True)
+        assert stall.entered.wait(WAIT_S)
+        calls.clock_skew_s += DEADLINE_S + 1
+        assert not world.finish(job).success
+    finally:
+        stall.let_go.set()
+        world.tier.shutdown()
+    assert len(told) == 2
