@@ -34,6 +34,7 @@ _WRITING = (
     "publish",
     "unlink",
     "stat",
+    "there",
     "open",
     "flock",
     "rename",

@@ -46,5 +46,6 @@ class Lifecycle(Target):
             raise finding
 
     def seeds(self) -> list[bytes]:
-        step = [bytes((first + 37 * n) % 256 for n in range(320)) for first in range(3)]
-        return [b"", *step, bytes(range(256))]
+        from fuzz.world.raw import MIXES
+
+        return [b"", *(bytes((mix, 32, mix, 1, mix, 2)) for mix in range(len(MIXES)))]

@@ -6,16 +6,18 @@ Exit status: 0 all clean, 1 something was found, 2 wrong use of the command.
 
 import argparse
 import os
+import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from fuzz.world import FLAVOURS, Finding, Plan, from_seed, read, run
+from fuzz.world import FLAVOURS, Finding, Plan, from_bytes, from_seed, read, run
 from fuzz.world.shrink import shrink
 
+Make = Callable[[int, str], Plan]
 Batch = tuple[Counter[str], list[tuple[int, Finding]], int]
 _BATCH = 50
 
@@ -41,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     hits: Counter[str] = Counter()
     done = 0
     try:
-        for found_counts, findings, size in _batches(options.flavour, seeds, options.jobs):
+        make = _of_bytes if options.bytes else from_seed
+        for found_counts, findings, size in _batches(make, options.flavour, seeds, options.jobs):
             counts.update(found_counts)
             done += size
             for seed, finding in findings:
@@ -63,29 +66,37 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--mask", default="", help="known faults of stock to mend: C, E, N")
     parser.add_argument("--no-shrink", action="store_true", help="leave findings as they are")
+    parser.add_argument("--bytes", action="store_true", help="random bytes, as a fuzz target's")
     parser.add_argument("--replay", metavar="PLAN", help="a plan in JSON, @FILE, or a seed")
     return parser
 
 
-def _batches(flavour: str, seeds: range, jobs: int) -> Iterator[Batch]:
+def _of_bytes(seed: int, flavour: str) -> Plan:
+    """What 64 to 420 random bytes stand for."""
+    dice = random.Random(seed)
+    return from_bytes(dice.randbytes(dice.randint(64, 420)), flavour)
+
+
+def _batches(make: Make, flavour: str, seeds: range, jobs: int) -> Iterator[Batch]:
     parts = [seeds[at : at + _BATCH] for at in range(0, len(seeds), _BATCH)]
     if jobs <= 1:
-        yield from (_batch(flavour, part) for part in parts)
+        yield from (_batch(make, flavour, part) for part in parts)
         return
     with ProcessPoolExecutor(jobs) as pool:
-        for future in as_completed([pool.submit(_batch, flavour, part) for part in parts]):
+        for future in as_completed([pool.submit(_batch, make, flavour, part) for part in parts]):
             yield future.result()
 
 
-def _batch(flavour: str, seeds: Iterable[int]) -> Batch:
+def _batch(make: Make, flavour: str, seeds: Iterable[int]) -> Batch:
     counts: Counter[str] = Counter()
     findings = []
     size = 0
     for seed in seeds:
-        outcome = run(seed, flavour)
+        outcome = run(make(seed, flavour))
         size += 1
         counts.update(outcome.counts)
         counts["events"] += outcome.events
+        counts.update(f"worlds with {name}" for name, count in outcome.counts.items() if count)
         if outcome.finding is not None:
             findings.append((seed, outcome.finding))
     return counts, findings, size
@@ -111,7 +122,8 @@ def _report(
     for signature, (seed, finding) in sorted(first.items(), key=lambda item: -hits[item[0]]):
         print(f"\n{hits[signature]} x {signature}\n  seed {seed}: {finding.detail}")
         if not options.no_shrink:
-            print(_small(from_seed(seed, options.flavour), finding))
+            make = _of_bytes if options.bytes else from_seed
+            print(_small(make(seed, options.flavour), finding))
 
 
 def _small(plan: Plan, finding: Finding) -> str:

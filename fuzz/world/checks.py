@@ -67,13 +67,15 @@ def at_rest(scheduler: Any, half: Any, parts: Parts) -> None:
 
 
 def _ours_at_rest(manager: Any) -> None:
-    for name in ("_issued", "_lost"):
-        _demand(not getattr(manager, name), f"manager: {name} is not empty")
+    _demand(not manager._issued, "manager: _issued is not empty")
+    for name in ("lost", "_since", "_told"):
+        _demand(not getattr(manager._loads, name), f"open loads: {name} is not empty")
     primary = manager.primary_tier
     for name in ("_withdrawn", "_pending_since", "_overdue", "_held_back"):
         _demand(not getattr(primary, name), f"primary tier: {name} is not empty")
     _demand(not manager.waits.awaited, "something is awaited")
     _demand(not manager.waits._waits, "a request that ended still waits")
+    _demand(not manager.waits.failed, "a load that failed is remembered for ever")
     for name in ("_waiting", "_waits_of", "_condemned"):
         _demand(not getattr(manager._verdicts, name), f"verdicts: {name} is not empty")
 

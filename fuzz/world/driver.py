@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.request import RequestStatus
 
 from fuzz.world import bench
-from fuzz.world.checks import primary_of
+from fuzz.world.checks import chunks_of, primary_of
 from fuzz.world.content import Script, prompt_of
 from fuzz.world.engine import Engine
 from fuzz.world.outcome import WrongWorld
@@ -162,11 +162,10 @@ class Driver:
 
     def _copy(self, event: Event) -> bool:
         copies = self.parts.copies
-        for _ in range(1 + event.a % 6):
-            if not copies.waiting:
-                return False
+        waiting: int = min(copies.waiting, 1 + event.a % 6)
+        for _ in range(waiting):
             copies.run(0)
-        return True
+        return bool(waiting)
 
     def _copy_one(self, event: Event) -> bool:
         copies = self.parts.copies
@@ -189,9 +188,23 @@ class Driver:
 
     def _damage_row(self, event: Event) -> bool:
         region = self.parts.spec.spec.station.region
-        row = region.row(event.a % region.shape.num_rows)
-        row[(event.b * 256 + event.c) * 7 % len(row)] ^= 1 << (event.b % 8)
+        number = event.a % region.shape.num_rows
+        chunks = chunks_of(self.half.manager).values()
+        written = any(chunk.ref_cnt == -1 and int(chunk.chunk_id) == number for chunk in chunks)
+        if written or self.parts.copies.hand.between[number]:
+            # Nobody can find what happens to bytes between their copy and their tag, or between
+            # their proof and their copy.
+            return False
+        row = region.row(number)
+        row[self._struck(event, len(row))] ^= 1 << (event.b % 8)
         return True
+
+    def _struck(self, event: Event, size: int) -> int:
+        """Which byte is damaged: any, or one of the payload, which is a small part."""
+        layout = self.parts.spec.spec.station.seal_setting.layout
+        if event.b & 8:
+            return int(layout.header_bytes + event.c % layout.payload_bytes)
+        return (event.b * 256 + event.c) * 7 % size
 
     # Tiers
 
@@ -237,7 +250,7 @@ class Driver:
             return False
         key = list(tier.objects)[event.b % len(tier.objects)]
         body = bytearray(tier.objects[key])
-        body[event.c * 37 % len(body)] ^= 1 << (event.b % 8)
+        body[self._struck(event, len(body))] ^= 1 << (event.b % 8)
         tier.objects[key] = bytes(body)
         return True
 
@@ -334,14 +347,22 @@ class Driver:
             raise WrongWorld("starved", "requests that no fault holds back do not end")
         for tier in self.parts.tiers:
             tier.hung = False
+        self._rest(look)
+        if any(tier.jobs or tier.results for tier in self.parts.tiers):
+            # An idle engine waits for them no longer; the next request's steps hear of them.
+            for tier in self.parts.tiers:
+                tier.end_all()
+            self._add(prompt_of(0, 2, 2, 0), 1, None)
+            self._rest(look)
+        self._judge_answers()
+
+    def _rest(self, look: Callable[[], None]) -> None:
         for _ in range(_REST_STEPS):
             if not self.engine.busy:
-                break
+                return
             self._settle_once()
             look()
-        else:
-            raise WrongWorld("starved", "the engine does not come to rest")
-        self._judge_answers()
+        raise WrongWorld("starved", "the engine does not come to rest")
 
     def _settle_once(self, seconds: int = 5) -> None:
         self.engine.iterate()

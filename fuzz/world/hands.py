@@ -15,8 +15,10 @@ CLOCKED = (
     "kvsafe.engine.rows.primary",
     "kvsafe.engine.scheduler",
     "kvsafe.engine.rows.epochs",
+    "kvsafe.engine.rows.loads",
     "kvsafe.engine.journal",
     "kvsafe.engine.tiers.proving",
+    "kvsafe.engine.tiers.rest",
     "kvsafe.engine.requests.waits",
 )
 

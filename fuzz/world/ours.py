@@ -4,6 +4,7 @@
 import os
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -43,6 +44,7 @@ from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.identity import IDENTITY_FIELDS, Identity
 from kvsafe.seal.keyfile import load_or_create
 from kvsafe.seal.keyring import Keyring
+from kvsafe.seal.refusal import Refusal
 from kvsafe.seal.suites import Suite
 
 _VALUES: dict[str, Any] = {
@@ -54,6 +56,8 @@ _VALUES: dict[str, Any] = {
     "list": [],
     "map": {},
 }
+_A_WAIT_S = 1.0
+"""What is shorter is a rest: a pause in which copies may go on or not."""
 _MEMORY = Path("/dev/shm")  # noqa: S108 - small files that are written often
 
 
@@ -65,6 +69,7 @@ class HandEngine(CpuEngine):
         super().__init__(geometry, window, proof, pool=self.pool)
         self.fault = False
         self.landed: list[int] = []
+        self.between: Counter[int] = Counter()
 
     def _run(self, task: CopyTask, done: TaskDone) -> None:
         """In two strides, because proof and copy of a real thread are not one moment.
@@ -76,9 +81,11 @@ class HandEngine(CpuEngine):
         if failure is not None:
             done(task, failure, 0)
         else:
+            self.between[task.row.row] += 1
             self.pool.submit(partial(self._run_last, task, done))
 
     def _run_last(self, task: CopyTask, done: TaskDone) -> None:
+        self.between[task.row.row] -= 1
         failure = first_refusal(self._steps[task.direction][-1:], task.row)
         done(task, failure, 0 if failure is not None else self._map.size(task.row))
 
@@ -123,8 +130,8 @@ class HandCopier(Copier):
         self._watch.landed(landed)
 
     def wait(self, jobs: set[int], timeout_s: float) -> bool:
-        """Run until none of these jobs is under way."""
-        while not self._jobs.keys().isdisjoint(jobs) and self.waiting:
+        """Run until none of these jobs is under way; the worker's short rest ends nothing."""
+        while timeout_s >= _A_WAIT_S and not self._jobs.keys().isdisjoint(jobs) and self.waiting:
             self.run(0)
         return super().wait(jobs, 0.0)
 
@@ -229,6 +236,16 @@ def assemble_world(vllm_config: Any, kv_cache_config: Any) -> Parts:
     if world.spec is None:
         world.spec = _build(vllm_config, kv_cache_config, world)
     return cast(Parts, world.spec)
+
+
+_REFUSED = Counters.refused
+
+
+def counted(self: Counters, refusal: Refusal, tier: str) -> None:
+    """Stands in for `Counters.refused`: the world counts refusals too, by number."""
+    for name in ("refused", f"refused_{refusal.number}"):
+        parts.current().counts[name] += 1
+    _REFUSED(self, refusal, tier)
 
 
 def inline(action: Callable[[], None], limit_s: float, what: str) -> bool:

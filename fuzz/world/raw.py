@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fuzz.world.plan import (
-    FAULTS,
     OUR_FAULTS,
     OURS,
     OVERTAKEN,
@@ -58,29 +57,32 @@ _BAD_TIERS = {
     "clock": 3, "shrug": 3,
 }  # fmt: skip
 _COMES_BACK = ("idle", "arrive", "go")
+_STORES = ("arrive", "step", "step", "step")
+_CASCADES = (*_STORES, "copy", "copy", "step", "proofs", "step")
 _DAMAGE_PHRASES = (
     ("damage_object", *_COMES_BACK),
     ("damage_object", "damage_object", *_COMES_BACK),
-    ("idle", "damage_row", "arrive", "step", "copy", "step"),
+    ("damage_row", *_COMES_BACK),
     ("idle", "arrive", "step", "damage_row", "copy", "step"),
-    ("arrive", "step", "copy_fault", "step", "proofs"),
-    ("idle", "arrive", "step", "step", "copy_fault", "step"),
+    (*_STORES, "copy_fault", "step", "proofs"),
+    ("idle", "arrive", "step", "copy_fault", "step", "copy_fault", "step"),
     ("foreign_epoch", *_COMES_BACK),
 )
 _TIER_PHRASES = (
     ("idle", "arrive", "step", "tier_fail", "step", "proofs"),
     ("idle", "arrive", "step", "tier_part", "proofs", "step"),
+    (*_CASCADES, "tier_fail", "step"),
     ("lie", *_COMES_BACK, "revive"),
     ("lose", "lose", "idle", "arrive", "step", "tier_ok"),
     ("idle", "arrive", "step", "lose", "tier_ok", "step"),
     ("mute", "arrive", "step", "step", "clock", "clock", "step", "revive"),
     ("idle", "arrive", "step", "hang", "clock", "clock", "step", "revive", "step"),
-    ("arrive", "step", "copy", "proofs", "step", "hang", "clock", "clock", "step", "revive"),
+    (*_CASCADES, "hang", "clock", "clock", "step", "revive"),
 )
 _KILL_PHRASES = (
     ("kill", *_COMES_BACK, "revive"),
     ("idle", "arrive", "step", "kill", "tier_ok", "step", "proofs", "step", "revive"),
-    ("arrive", "step", "copy", "proofs", "step", "kill", "tier_ok", "step", "revive"),
+    (*_CASCADES, "kill", "tier_ok", "step", "revive"),
     ("idle", "arrive", "step", "abort", "copy", "step"),
     ("idle", "arrive", "step", "hang", "abort", "step", "revive"),
     ("arrive", "step", "pause", "arrive", "go"),
@@ -107,28 +109,48 @@ THEMES = {
         _ONE_OR_TWO,
     ),
     "overtaken": Theme({}, _RESET_PHRASES[:2], overtaken=True),
-    "storm": Theme(
-        {**RESETS, **FAULTS, **OUR_FAULTS},
-        (*_DAMAGE_PHRASES, *_TIER_PHRASES, *_KILL_PHRASES, *_RESET_PHRASES),
-        _ONE_OR_TWO,
-    ),
 }
+_ALONE = tuple((name,) for name in THEMES)
+_TOGETHER = (
+    ("damage", "tiers"),
+    ("damage", "kills"),
+    ("damage", "resets"),
+    ("tiers", "kills"),
+    ("tiers", "resets"),
+    ("kills", "resets"),
+    ("damage", "tiers", "kills"),
+    ("resets", "damage", "tiers", "kills"),
+)
+MIXES = (*_ALONE, *_TOGETHER, ("calm",), ("resets", "damage", "tiers", "kills"))
+"""What the first byte chooses from: themes that one story has at the same time."""
 
 
 def from_bytes(data: bytes, flavour: str) -> Plan:
     """The plan that any bytes stand for; no bytes are a world in which nothing is done."""
     head = data[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0")
-    theme = THEMES[sorted(THEMES)[head[0] % len(THEMES)]]
+    theme = _mixed(MIXES[head[0] % len(MIXES)])
     setting = _setting(theme, random.Random(int.from_bytes(head[2:4], "little")), flavour)
     known = _known(theme, flavour)
     dice = random.Random(int.from_bytes(head[4:6], "little"))
     count = _LEAST_ACTS + head[1] % _MORE_ACTS if data else 0
     story = _story(theme, known, dice, count)
     names = by_weight(known)
+    # Most places are behind the end of the story, so bytes by chance leave most of it standing.
     for start in range(HEAD_BYTES, len(data) - ACT_BYTES + 1, ACT_BYTES):
         at, name, a, b, c = data[start : start + ACT_BYTES]
-        story[at % count] = Event(names[name % len(names)], a, b, c)
+        if at < count:
+            story[at] = Event(names[name % len(names)], a, b, c)
     return Plan(flavour, setting, tuple(story))
+
+
+def _mixed(names: tuple[str, ...]) -> Theme:
+    themes = [THEMES[name] for name in names]
+    return Theme(
+        {name: weight for theme in themes for name, weight in theme.weights.items()},
+        tuple(phrase for theme in themes for phrase in theme.phrases),
+        tuple(tiers for theme in themes for tiers in theme.tiers),
+        any(theme.overtaken for theme in themes),
+    )
 
 
 def _setting(theme: Theme, dice: random.Random, flavour: str) -> Setting:
@@ -137,9 +159,10 @@ def _setting(theme: Theme, dice: random.Random, flavour: str) -> Setting:
         return windowed(setting, dice.randrange)
     if not theme.tiers:
         return setting
-    # Few rows: what a request wants again was evicted, and comes from a tier. Stock knows no
-    # new weights beside tiers.
-    setting = replace(setting, tiers=dice.choice(theme.tiers), rows=2 + dice.randrange(5))
+    # Some requests fit into the rows, all do not: what one wants again may come from a tier.
+    rows = (3 + dice.randrange(6)) * len(setting.windows)
+    setting = replace(setting, tiers=dice.choice(theme.tiers), rows=rows)
+    # Stock's tiers keep what old weights made, and vLLM says so.
     return setting if flavour == "kvsafe" else replace(setting, new_weights=False)
 
 
@@ -153,7 +176,13 @@ def _known(theme: Theme, flavour: str) -> dict[str, int]:
 
 def _story(theme: Theme, known: dict[str, int], dice: random.Random, count: int) -> list[Event]:
     told = [name for name in _told(theme, known, dice, count) if name in known]
-    return [Event(name, *(dice.randrange(256) for _ in "abc")) for name in told[:count]]
+    return [_event(name, dice) for name in told[:count]]
+
+
+def _event(name: str, dice: random.Random) -> Event:
+    # Short prompts: a long one evicts its own beginning.
+    a = 6 + dice.randrange(34) if name == "arrive" else dice.randrange(256)
+    return Event(name, a, dice.randrange(256), dice.randrange(256))
 
 
 def _told(theme: Theme, known: dict[str, int], dice: random.Random, count: int) -> Iterator[str]:
@@ -162,5 +191,5 @@ def _told(theme: Theme, known: dict[str, int], dice: random.Random, count: int) 
     names = by_weight(known)
     for _ in range(count):
         yield dice.choice(names)
-        if dice.randrange(4) == 0:
+        if dice.randrange(3) == 0:
             yield from dice.choice(theme.phrases)

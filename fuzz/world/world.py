@@ -19,6 +19,7 @@ from fuzz.world.engine import Engine
 from fuzz.world.hands import clocked
 from fuzz.world.outcome import Finding, Outcome, WrongWorld
 from fuzz.world.plan import Plan
+from kvsafe.engine.counters import Counters
 
 _DOORS = {"stock": doors.WorldStockConnector, "kvsafe": doors.WorldSafeConnector}
 _STOCK_SPEC = {
@@ -101,7 +102,11 @@ def run_plan(plan: Plan) -> Outcome:
 
 @contextlib.contextmanager
 def _by_hand() -> Iterator[Any]:
-    with bench.quiet(), mock.patch.object(kvsafe.engine.tiers.proving, "ends_within", ours.inline):
+    with (
+        bench.quiet(),
+        mock.patch.object(kvsafe.engine.tiers.proving, "ends_within", ours.inline),
+        mock.patch.object(Counters, "refused", ours.counted),
+    ):
         yield clocked
 
 

@@ -5,7 +5,6 @@ A store becomes ready only when its header is closed over the records of all wri
 chunk that a worker refused is withdrawn; a reset raises the epoch before anything else.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -30,10 +29,12 @@ from kvsafe.engine.requests.parking import Parking
 from kvsafe.engine.requests.verdicts import Verdicts
 from kvsafe.engine.requests.waits import Claims, Waits
 from kvsafe.engine.rows.epochs import EpochKeeper
+from kvsafe.engine.rows.loads import OpenLoads
 from kvsafe.engine.rows.primary import SealedPrimaryTier
 from kvsafe.engine.rows.sealwork import SealedBatch, SealWork
 from kvsafe.engine.rows.transfer import ChunkFailure, SealedRowsSpec
 from kvsafe.engine.station import Station
+from kvsafe.engine.tiers.rest import Rest
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.seal.sealing import HeaderSealer
 
@@ -75,8 +76,9 @@ class KVSafeManager(TieringOffloadingManager):
         self._issued: dict[OffloadKey, IssuedStore | Refusal] = {}
         # Of these, stores whose refusal a worker has reported (and `fail_chunks` has counted).
         self._told: set[OffloadKey] = set()
-        self._lost: Counter[tuple[str, OffloadKey]] = Counter()
         self.waits = Waits(station.config.load_deadline_s)
+        self._loads = OpenLoads(station.config.load_deadline_s)
+        self._rest = Rest(station.config.store_deadline_s)
         self._claims = Claims()
         self._parking = Parking(primary_tier.generation_of)
         # Now, not at the first store: documents that do not fit a header must stop the start.
@@ -91,6 +93,8 @@ class KVSafeManager(TieringOffloadingManager):
     ) -> LookupResult:
         """vLLM's answer, but every wait ends: over its deadline, or begun twice, it is a miss."""
         if not self._epochs.certain or self.primary_tier.stopped:
+            return LookupResult.MISS
+        if self.waits.failed and self.waits.is_barred(req_context.req_id):
             return LookupResult.MISS
         result = self._look(key, req_context, exclude_tier_idx)
         if result is LookupResult.HIT:
@@ -110,14 +114,21 @@ class KVSafeManager(TieringOffloadingManager):
         self, key: OffloadKey, req_context: ReqContext, exclude_tier_idx: int | None
     ) -> LookupResult:
         request = req_context.req_id
-        if self.waits.is_spent(request, key):
-            # Promoted for this request before. If it is gone again, it is not fetched again.
+        hidden = self.primary_tier.hides(key) and self._stays_hidden(key)
+        if hidden or self.waits.is_spent(request, key):
+            # Withdrawn and still read: nothing can be fetched beside it. Or promoted for this
+            # request before: if it is gone again, it is not fetched again.
             self._maybe_process_finished_jobs()
             return self.primary_tier.lookup(key, req_context)
         result = super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
         if result is LookupResult.RETRY and self.waits.tires(request):
             return LookupResult.MISS
         return result
+
+    def _stays_hidden(self, key: OffloadKey) -> bool:
+        # The poll may end its last reader.
+        self._maybe_process_finished_jobs()
+        return self.primary_tier.hides(key)
 
     def _cascade_existing_chunks_to_request_level_tiers(
         self,
@@ -156,7 +167,7 @@ class KVSafeManager(TieringOffloadingManager):
 
     def _initiate_promotion(self, tier_idx: int, key: OffloadKey, req_context: ReqContext) -> bool:
         """vLLM's promotion, into a row that nobody awaits and no store has a claim to."""
-        if self._claims:
+        if self._claims or self.primary_tier.row_of(key) is not None:
             return False
         self.primary_tier.shield.lift(self.waits.awaited)
         begun = bool(super()._initiate_promotion(tier_idx, key, req_context))
@@ -166,11 +177,14 @@ class KVSafeManager(TieringOffloadingManager):
 
     def _note_overdue(self, key: OffloadKey, limit: float) -> None:
         if self.primary_tier.note_overdue(key):
-            refusal = Refusal.of(
-                RefusalKind.DEADLINE, "write", f"done within {limit:g} s", "still pending"
-            )
-            self.counters.refused(refusal, HOST_TIER)
-            self._journal.note(refusal, key, HOST_TIER)
+            self._tell_late("write", key, limit)
+
+    def _tell_late(self, what: str, key: bytes, limit: float) -> None:
+        refusal = Refusal.of(
+            RefusalKind.DEADLINE, what, f"done within {limit:g} s", "still pending"
+        )
+        self.counters.refused(refusal, HOST_TIER)
+        self._journal.note(refusal, key, HOST_TIER)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -203,11 +217,12 @@ class KVSafeManager(TieringOffloadingManager):
         vLLM asserts here. Nothing pins a chunk between `lookup` and `prepare_load`, and a
         lookup of another group of the same request may promote into its row.
         """
+        self._loads.begin(req_context.req_id, keys)
         present = self.primary_tier.ready(keys)
         if len(present) == len(keys):
             return super().prepare_load(keys, req_context)
         lost = [key for key in keys if key not in present]
-        self._lost.update((req_context.req_id, key) for key in lost)
+        self._loads.lose(req_context.req_id, lost)
         spec = super().prepare_load(present, req_context)
         if isinstance(spec, SealedRowsSpec):
             self._withhold(spec, lost, req_context)
@@ -237,22 +252,14 @@ class KVSafeManager(TieringOffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin what `prepare_load` pinned."""
-        if self._lost:
-            request = req_context.req_id
-            keys = [key for key in keys if not self._was_lost((request, key))]
-        super().complete_load(keys, req_context)
-
-    def _was_lost(self, load: tuple[str, OffloadKey]) -> bool:
-        if load not in self._lost:
-            return False
-        self._lost[load] -= 1
-        if self._lost[load] == 0:
-            del self._lost[load]
-        return True
+        super().complete_load(self._loads.end(req_context.req_id, keys), req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """vLLM's end of step, and a look whether another process has raised the epoch."""
         self._epochs.poll()
+        for keys in self._loads.overdue():
+            self._tell_late("load", b"", self._station.config.load_deadline_s)
+            self.primary_tier.withdraw(keys)
         super().on_schedule_end(context)
         self.primary_tier.shield.lower()
         self._claims.end_step()
@@ -336,8 +343,11 @@ class KVSafeManager(TieringOffloadingManager):
         super()._maybe_process_finished_jobs()
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping."""
-        return bool(self._seals) or bool(super().has_pending_work())
+        """Whether the engine must keep stepping; for a tier alone it does not do so for ever."""
+        if self._seals or self._jobs or len(self._parking):
+            self._rest.disturb()
+            return True
+        return self._rest.keeps_awake(bool(super().has_pending_work()))
 
     def settle(self) -> None:
         """Wait until every store that was completed is sealed and accounted for."""
@@ -354,7 +364,10 @@ class KVSafeManager(TieringOffloadingManager):
         for failure in failures:
             self.counters.refused(failure.refusal, HOST_TIER)
             self._journal.note(failure.refusal, failure.key, HOST_TIER)
-        self.primary_tier.withdraw(failure.key for failure in failures if failure.load)
+        refused = frozenset(failure.key for failure in failures if failure.load)
+        self.primary_tier.withdraw(map(OffloadKey, refused))
+        for request in self._loads.take_failed(refused):
+            self.waits.fails(request)
 
     def reset_cache(self) -> None:
         """Forget every chunk (the epoch was raised before, by the connector)."""
@@ -364,7 +377,7 @@ class KVSafeManager(TieringOffloadingManager):
         self._issued.clear()
         self._told.clear()
         self._parking.clear()
-        self._lost.clear()
+        self._loads.clear()
         self.waits.clear()
         self._claims.clear()
 

@@ -231,7 +231,8 @@ def test_f19_an_abort_during_a_load_gives_every_block_back(moment: str) -> None:
     after = [arrive(40, family=2, answer=5), arrive(30, family=3), *steps(2), COPY, *steps(3)]
     run = play(setting, OFFLOADED, arrive(20), events, after)
     assert run.clean, run.finding
-    assert run.counts["load"] == 1
+    # One of the others may load the same chunks again.
+    assert run.counts["load"] in (1, 2)
     assert run.counts["did_abort"] + run.counts["did_abort_late"] == 1
     # Control: without the abort the same load serves its request.
     kept = [event for event in events if not event.name.startswith("abort")]

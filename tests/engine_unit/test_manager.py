@@ -14,6 +14,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
+from kvsafe.engine.rows.loads import OpenLoads
 from kvsafe.engine.rows.primary import SealedPrimaryTier
 from kvsafe.engine.rows.transfer import ChunkFailure, SealedRowsSpec
 from kvsafe.engine.tiers.proving import ProvingTier
@@ -311,7 +312,7 @@ def test_a_chunk_that_is_gone_since_its_lookup_fails_the_load(world: World) -> N
     world.recount()
     world.manager.complete_load([A, B], context)
     world.recount()
-    assert world.manager._lost == {}
+    assert world.manager._loads.lost == {}
     assert world.lookup(A) is MISS and world.lookup(B) is HIT
 
 
@@ -602,7 +603,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
         "complete_load",
         CPUPrimaryTierOffloadingManager.complete_load,
     ),
-    "a lost chunk is unpinned": (KVSafeManager, "_was_lost", lambda *_: False),
+    "a lost chunk is unpinned": (OpenLoads, "_was_lost", lambda *_: False),
 }
 
 

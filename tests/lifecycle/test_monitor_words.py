@@ -71,6 +71,7 @@ SOUND: dict[str, list[Word]] = {
     ],
     "retired": [*READY, ("counted", 1, 0, 1, (0, 2))],
     "no room": [*READY, ("begin_offer", "b"), ("end_offer", False)],
+    "an offer that began before": [("end_offer", False)],
     "answers": [
         ("answered", "a", MISS, EPOCH),
         *OFFER,

@@ -36,11 +36,8 @@ from tests.lockstep.primary import KEYS, POLICIES, ROWS, SLOTS
 from tests.lockstep.runs import Dice, Make
 from tests.lockstep.tiers import Job, TieredBook
 
-# One of our own: a withdrawn chunk that is still read is asked for in the tiers, and if one has
-# it, the answer is "come back" although nothing is promoted (a job without keys goes out).
-ASKS = "asks for withdrawn"
 # Differences that our manager does not take away yet.
-STILL = (*(name for name in DIVERGENCES if name != "revokes nothing"), ASKS)
+STILL = tuple(name for name in DIVERGENCES if name != "revokes nothing")
 REFUSAL = Refusal.of(RefusalKind.COPY_FAULT, "copy", "whole", "torn")
 
 
@@ -159,8 +156,7 @@ class SealBook(TieredBook):
         chunk, wait = self.state.chunks[key], self.waits.get(who)
         spent = wait is not None and key in wait.begun
         tiers = [] if spent else self._having(who, key)
-        asks = chunk is None or (chunk.withdrawn and ASKS in self.as_vllm)
-        if not asks or not tiers or spent or any(self.claims.values()):
+        if chunk is not None or not tiers or spent or any(self.claims.values()):
             gone = frozenset({key} if chunk is None and (spent or tiers) else ())
             self.state = with_request(self.state, who, spent=gone)
             self._keep_spent = True
@@ -169,7 +165,7 @@ class SealBook(TieredBook):
             self._forget_promises()
             return answer
         self._lift()
-        answer = super().lookup(who, key) if chunk is None else self._ask(who, key, tiers[0])
+        answer = super().lookup(who, key)
         if answer == "HIT_PENDING" and wait is not None:
             wait.begun.add(key)
         return answer
@@ -177,12 +173,6 @@ class SealBook(TieredBook):
     def _having(self, who: int, key: int) -> list[int]:
         """Tiers that say that they have the key."""
         return [tier for tier in range(self.world.tiers) if self.state.objects[tier][key]]
-
-    def _ask(self, who: int, key: int, tier: int) -> str:
-        self.state = remember(self.world, self.state, who, seen=(key,), reused=(key,))
-        self._notice(who, (key,))
-        self._queued.setdefault(tier, {}).setdefault(who, [])
-        return "HIT_PENDING"
 
     _keep_spent = False
 

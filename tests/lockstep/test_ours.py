@@ -16,7 +16,7 @@ from kvsafe.engine.requests.parking import Parking
 from kvsafe.engine.requests.waits import Claims, Waits
 from kvsafe.engine.rows.shield import Shield
 from kvsafe.engine.tiers.proving import ProvingTier
-from tests.lockstep.ours import ASKS, STILL, Ours, ours
+from tests.lockstep.ours import Ours, ours
 from tests.lockstep.runs import TIMEOUT_S, goes_red, hold
 
 
@@ -53,9 +53,3 @@ def test_a_fault_of_ours_is_seen(
     owner, method, wrong, first = FAULTS[name]
     monkeypatch.setattr(owner, method, wrong)
     assert goes_red(ours("lru", tmp_path / "world"), 400, 100, first)
-
-
-def test_what_our_manager_still_does_otherwise_is_seen(tmp_path: Path) -> None:
-    """Strange and known: once it is mended, `ASKS` has to go."""
-    rest = tuple(name for name in STILL if name != ASKS)
-    assert goes_red(ours("arc", tmp_path / "world", as_vllm=rest), 600, 100, 139)

@@ -120,6 +120,18 @@ def test_any_bytes_are_a_world() -> None:
         read('["stock", {}, []]')
 
 
+def test_an_engine_sleeps_although_a_tier_hangs() -> None:
+    asked = (Event("ask", 0, 16, 2), Event("step"), Event("hang"), Event("go", 3))
+    later = (Event("clock", 29), Event("step")) * 12
+    for policy in ("lru", "arc"):
+        setting = Setting(rows=8, tiers=(False,), policy=policy)
+        outcome = run(Plan("kvsafe", setting, (*asked, *later)))
+        assert outcome.clean, outcome.finding
+        assert outcome.counts["cascade"] > 0 == outcome.counts["promotion"]
+        # Awake until the job was given up and the tier has had its time, then no more.
+        assert 4 < outcome.counts["did_step"] < 10 < outcome.counts["tried_step"]
+
+
 def test_a_finding_gets_smaller_and_stays_the_same() -> None:
     noise = tuple(Event("ask", 2, 8, 1) for _ in range(6))
     scene = SCENES["C"]

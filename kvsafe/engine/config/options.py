@@ -271,7 +271,8 @@ class KVSafeConfig(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "seconds",
             "A write into a row (store or promotion) that is pending longer is a miss for whoever "
-            "waits. At least 0.01.",
+            "waits; the chunks of a load that takes longer are offered to nobody else. At least "
+            "0.01.",
             number_between(0.01, MAX_DEADLINE_S),
         ),
     ] = 30.0

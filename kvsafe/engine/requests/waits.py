@@ -29,17 +29,21 @@ class Waits:
 
     Attributes:
         awaited: how many requests wait for each key.
+        failed: requests of which a load has failed, and how often they have asked since.
     """
 
     def __init__(self, patience_s: float) -> None:
         """`patience_s`: for how long a request may be told to ask a tier again."""
         self._patience_s = patience_s
         self._waits: dict[str, _Wait] = {}
+        self.failed: dict[str, int] = {}
         self.awaited: Counter[bytes] = Counter()
 
     def begin(self, request: str) -> None:
         """The request looks up its keys from the first one on."""
         self._waits.setdefault(request, _Wait()).now = set()
+        if request in self.failed:
+            self.failed[request] += 1
 
     def tell(self, request: str, key: bytes) -> None:
         """The request was told that this chunk is there, or on its way."""
@@ -68,6 +72,17 @@ class Waits:
         wait = self._waits.get(request)
         return wait is not None and key in wait.begun
 
+    def fails(self, request: str) -> None:
+        """A load of the request has failed: it will be computed, or load what is left."""
+        self.failed[request] = 0
+
+    def is_barred(self, request: str) -> bool:
+        """Whether the request was not admitted with what is left, and is to be computed (U).
+
+        vLLM keeps the blocks of the failed load reserved, against the request itself.
+        """
+        return self.failed.get(request, 0) > 1
+
     def tires(self, request: str) -> bool:
         """The request is told to ask again; whether it has been told so for too long."""
         wait = self._waits.get(request)
@@ -80,12 +95,14 @@ class Waits:
 
     def loads(self, request: str) -> None:
         """What the request was told is pinned now."""
+        self.failed.pop(request, None)
         wait = self._waits.get(request)
         if wait is not None:
             self._release(wait, set(wait.told))
 
     def forget(self, request: str) -> None:
         """The request computes, or has ended."""
+        self.failed.pop(request, None)
         wait = self._waits.pop(request, None)
         if wait is not None:
             self._release(wait, wait.told)
@@ -93,6 +110,7 @@ class Waits:
     def clear(self) -> None:
         """Nothing is there any more that could be awaited."""
         self._waits.clear()
+        self.failed.clear()
         self.awaited.clear()
 
     def _release(self, wait: _Wait, keys: set[bytes]) -> None:

@@ -187,6 +187,10 @@ class SealedPrimaryTier(CPUPrimaryTierOffloadingManager):
             self.events.append(OffloadingEvent(keys=removed, medium=self.medium, removed=True))
         return removed
 
+    def hides(self, key: OffloadKey) -> bool:
+        """Whether the chunk of `key` was withdrawn and is here only for those who still read it."""
+        return key in self._withdrawn
+
     def _unpinned(self, keys: Collection[OffloadKey]) -> None:
         if self._withdrawn:
             self.withdraw([key for key in keys if key in self._withdrawn])

@@ -4,7 +4,8 @@
 vLLM's managers trust their tiers: a report of a job that they do not know, a statistic without
 a definition, or any exception ends the engine. Every call of a wrapped tier goes through here;
 an exception becomes the answer that costs least, and what is reported is taken apart and put
-together again from what can be used. Each kind of fault is logged once and counted.
+together again from what can be used. Each kind of fault is logged once and counted. A tier that
+holds the scheduler up is left alone for a while (`pace`).
 """
 
 import math
@@ -30,11 +31,14 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvsafe.engine.counters import TIER_FAULTS, Counters
 from kvsafe.engine.journal import logger
+from kvsafe.engine.tiers.pace import Pace
 
 T = TypeVar("T")
 
 MOST_AT_ONCE = 65536
 """How many reports, events or samples are taken from one call; the rest waits or is dropped."""
+_NEEDED = frozenset({"submit_load", "on_new_request", "on_request_finished"})
+"""Calls that are made also while a tier is left alone: rows, or its own books, depend on them."""
 
 
 class TierDoor:
@@ -45,6 +49,7 @@ class TierDoor:
         self._label = label
         self._counters = counters
         self.faults: Counter[str] = Counter()
+        self._pace = Pace(label, self.fault)
 
     def fault(self, call: str, what: object) -> None:
         """Note something that the tier should not have done; only its kind is logged, once."""
@@ -57,32 +62,56 @@ class TierDoor:
 
     def ask(self, call: str, action: Callable[[], T], otherwise: T) -> T:
         """The answer of a call, or `otherwise` if it raises or answers with another type."""
+        if self._spared(call):
+            return otherwise
+        self._pace.enter(call)
         try:
             answer = action()
         except Exception as exc:  # whatever a tier does, the engine goes on
             self.fault(call, exc)
             return otherwise
+        finally:
+            self._pace.leave()
         if not isinstance(answer, type(otherwise)):
             self.fault(call, f"answered with {type(answer).__name__}")
             return otherwise
         return answer
 
     def tell(self, call: str, action: Callable[[], object]) -> bool:
-        """Make a call that has no answer; False if it raised."""
+        """Make a call that has no answer; False if it raised, or was not made."""
+        if self._spared(call):
+            return False
+        self._pace.enter(call)
         try:
             action()
         except Exception as exc:  # as above
             self.fault(call, exc)
             return False
+        finally:
+            self._pace.leave()
         return True
+
+    def _spared(self, call: str) -> bool:
+        return self._pace.resting and call not in _NEEDED
 
     def results(self) -> list[JobResult]:
         """What `get_finished_jobs` reports, as far as it can be used."""
-        return list(self._taken("get_finished_jobs", self._inner.get_finished_jobs, clean_result))
+        return self._listed("get_finished_jobs", self._inner.get_finished_jobs, clean_result)
 
     def events(self) -> list[OffloadingEvent]:
         """What `take_events` tells, as far as it can be used."""
-        return list(self._taken("take_events", self._inner.take_events, clean_event))
+        return self._listed("take_events", self._inner.take_events, clean_event)
+
+    def _listed(
+        self, call: str, source: Callable[[], Iterable[Any]], clean: Callable[[Any], T | None]
+    ) -> list[T]:
+        if self._spared(call):
+            return []
+        self._pace.enter(call)
+        try:
+            return list(self._taken(call, source, clean))
+        finally:
+            self._pace.leave()
 
     def _taken(
         self, call: str, source: Callable[[], Iterable[Any]], clean: Callable[[Any], T | None]
@@ -102,6 +131,9 @@ class TierDoor:
 
     def stats(self) -> OffloadingConnectorStats | None:
         """The statistics for which the tier's class has definitions."""
+        if self._spared("get_stats"):
+            return None
+        self._pace.enter("get_stats")
         try:
             raw = self._inner.get_stats()
             if raw is None or raw.is_empty():
@@ -110,6 +142,8 @@ class TierDoor:
         except Exception as exc:  # statistics are worth no engine
             self.fault("get_stats", exc)
             return None
+        finally:
+            self._pace.leave()
 
     def _clean_stats(self, raw: OffloadingConnectorStats) -> OffloadingConnectorStats | None:
         definitions = self._definitions()

@@ -3,20 +3,24 @@
 
 vLLM's tier takes whatever stands at a path: it follows links, would wait on a FIFO, reads
 the front of a longer file. Its lookup thread is replaced by one that takes only regular
-files of exactly one row; anything else is refused there, before a load can touch it.
+files of exactly one row; anything else is refused there, before a load can touch it. Its
+temporary files get names that no other process can have.
 """
 
 import errno
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.fs import io as fs_io
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 from kvsafe.engine.journal import logger
@@ -171,6 +175,27 @@ class CheckedFsLookup(AsyncLookupManager):
         return [self._objects.judge(key) for key in keys]
 
 
+def name_files_afresh(tier: FileSystemTierManager) -> None:
+    """Give the temporary files of each store job a name of their own (finding H).
+
+    vLLM draws one suffix per thread from random numbers that are seeded alike in every engine,
+    and keeps it in a thread-local that its Python and its C path both read. It is set anew
+    before each job, in the thread that runs the job.
+    """
+    pool: Any = tier._pool
+    enqueue, mine = pool.enqueue_store, fs_io._thread_local
+
+    def enqueue_store(job_id: int, n_tasks: int, tasks: Iterable[Callable[[], None]]) -> None:
+        enqueue(job_id, n_tasks, [partial(_with_new_suffix, mine, task) for task in tasks])
+
+    pool.enqueue_store = enqueue_store
+
+
+def _with_new_suffix(mine: threading.local, task: Callable[[], None]) -> None:
+    mine.tmp_suffix = f"_{secrets.token_hex(16)}.tmp"
+    task()
+
+
 def adopt_objects(tier: SecondaryTierManager, root: str, policy: str) -> ObjectStore | None:
     """Put kvsafe's look at objects into a tier that is known; None for any other tier.
 
@@ -184,6 +209,7 @@ def adopt_objects(tier: SecondaryTierManager, root: str, policy: str) -> ObjectS
     objects = FsObjects(tier, Path(root), policy)
     tier._lookup_manager.shutdown()
     tier._lookup_manager = CheckedFsLookup(objects, tier.tier_type)
+    name_files_afresh(tier)
     return objects
 
 
