@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from kvsafe.engine.identity.adapters import AdapterLedger
 from kvsafe.engine.rows.epochs import EpochKeeper
 from kvsafe.engine.station import Launch, Station
 from kvsafe.seal.epoch import EpochFile
+from kvsafe.seal.header import bitmap
 from kvsafe.seal.identity import IDENTITY_FIELDS, Identity
 from kvsafe.seal.keyfile import load_or_create
 from kvsafe.seal.suites import Suite
@@ -69,7 +72,8 @@ class Bench:
     """One station over `rows` rows, and the part of a worker in a store."""
 
     def __init__(self, rows: int) -> None:
-        self.station = _station(Path(tempfile.mkdtemp(dir=_folder())))
+        self.station = bare_station(1 << 20, 1)
+        self.station.lay_out(key_bytes=KEY_BYTES, slots=1, slice_bytes=(SLICE_BYTES,))
         self.region = self.station.open_region(max(1, rows))
         self.region.forget_name()
         self.station.register(0, {"invented": True})
@@ -82,10 +86,19 @@ class Bench:
             self._worker = self.station.slice_sealer(0)
         self._worker.seal_slice(self.region.row(row), whole_key(key), epoch, generation)
 
+    def seal(self, key: bytes, row: int) -> None:
+        """Write and seal one row, as a tier brings it that has stored it before."""
+        generation, epoch = self.region.ledger.generation(row), self.epochs.epoch
+        self.write(key, row, generation, epoch)
+        sealer = self.station.header_sealer()
+        sealer.seal(self.region.row(row), whole_key(key), epoch, generation, bitmap(1, [0]))
+
 
 @cache
 def _folder() -> str:
-    return tempfile.mkdtemp(prefix="kvsafe-upstream-")
+    folder = tempfile.mkdtemp(prefix="kvsafe-upstream-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @cache
@@ -98,14 +111,16 @@ def ledger() -> AdapterLedger:
     return AdapterLedger(Path(tempfile.mkdtemp(dir=_folder())) / "adapters.json")
 
 
-def _station(folder: Path) -> Station:
-    options = {"cpu_bytes_to_use": 1 << 20, "state_dir": str(folder), "key_file": _key_file()}
-    config = parse_config(options, environ=os.environ)
+def bare_station(cpu_bytes: Any, workers: int) -> Station:
+    """A station with an invented identity, not laid out yet. Raises `ConfigError`."""
+    folder = Path(tempfile.mkdtemp(dir=_folder()))
+    options = {"state_dir": str(folder), "key_file": _key_file()}
+    sizes = {} if cpu_bytes is None else {"cpu_bytes_to_use": cpu_bytes}
+    config = parse_config({**options, **sizes}, environ=os.environ)
     suite = Suite.named(config.suite)
     keyring = load_or_create(Path(_key_file()), suite=suite.label)
     secret = keyring.state_secret
     epoch_file = EpochFile(folder / "epoch.json", lambda data: suite.tag(secret, data))
     identity = Identity.of({field.name: _VALUES[field.kind] for field in IDENTITY_FIELDS})
-    station = Station(config, identity, keyring, epoch_file, Launch(uuid.uuid4().hex, 1, None))
-    station.lay_out(key_bytes=KEY_BYTES, slots=1, slice_bytes=(SLICE_BYTES,))
-    return station
+    launch = Launch(uuid.uuid4().hex, workers, None)
+    return Station(config, identity, keyring, epoch_file, launch)

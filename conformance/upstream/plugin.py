@@ -3,14 +3,13 @@
 
 Their tests make these classes in their own way and have no worker that would tag rows. Each
 stand-in takes their arguments and adds only what is missing: a station, a region, and at the
-end of a store the worker's part, with sealing done at once. Tiers are not wrapped in proofs:
-our spec does that, and their tests look at the very tiers that they passed.
+end of a store the worker's part, with sealing done at once. Every tier of a manager stands
+behind a proof, which their tests do not see: they look at the very tiers that they passed.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter as Counted
 from collections import OrderedDict
 from collections.abc import Collection
 from types import SimpleNamespace
@@ -20,11 +19,20 @@ from unittest.mock import MagicMock
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu import manager as cpu_manager
+from vllm.v1.kv_offload.cpu import spec as cpu_spec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering import manager as tiering_manager
+from vllm.v1.kv_offload.tiering import spec as tiering_spec
+from vllm.v1.kv_offload.tiering.fs import manager as fs_manager
 
 from conformance.upstream.bench import Bench, HereAndNow, WideSealer, ledger
+from conformance.upstream.processes import follow
+from conformance.upstream.region import MADE, put_in_place
+from conformance.upstream.specs import CpuSpec, Spec
+from conformance.upstream.tiers import FsTier, proven
+from conformance.upstream.workers import CpuWorker
 from kvsafe.engine.connector import KVSafeConnector
 from kvsafe.engine.counters import Counters
 from kvsafe.engine.journal import RefusalJournal
@@ -89,7 +97,7 @@ class Manager(KVSafeManager):
         threads: Any = HereAndNow()
         super().__init__(
             primary_tier,
-            secondary_tiers or [],
+            proven(secondary_tiers or [], primary_tier, bench),
             bench.station,
             bench.epochs,
             Counters("blake3-keyed", ()),
@@ -177,10 +185,11 @@ REPLACED = {
     "OffloadingConnectorScheduler": (scheduler, Scheduler),
     "OffloadingConnectorWorker": (worker, Worker),
     "OffloadingConnector": (offloading_connector, Connector),
+    "CPUOffloadingSpec": (cpu_spec, CpuSpec),
+    "TieringOffloadingSpec": (tiering_spec, Spec),
+    "FileSystemTierManager": (fs_manager, FsTier),
+    "CPUOffloadingWorker": (gpu_worker, CpuWorker),
 }
-
-
-MADE: Counted[str] = Counted()
 
 
 def replace() -> None:
@@ -189,6 +198,9 @@ def replace() -> None:
         if name not in SKIP:
             setattr(module, name, stand_in)
             _count(name, stand_in)
+    if "SharedOffloadRegion" not in SKIP:
+        put_in_place()
+        follow()
 
 
 def _count(name: str, stand_in: Any) -> None:
@@ -203,7 +215,7 @@ def _count(name: str, stand_in: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How often each stand-in was made: a run without any would prove nothing."""
-    for name in REPLACED:
+    for name in (*REPLACED, "SharedOffloadRegion", "tiers without a proof"):
         terminalreporter.write_line(f"kvsafe: {MADE[name]} in place of {name}")
 
 

@@ -64,7 +64,7 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         SUITE: gauge("1 for the suite in use.", labelnames=("suite",)),
         OVERRIDE: gauge("1 for every safety override that is set.", labelnames=("override",)),
         TIER_FAULTS: counter(
-            "Calls of a tier that raised or answered what cannot be used.",
+            "Calls of a tier that raised, answered what cannot be used, or held up too long.",
             labelnames=("tier", "call"),
         ),
         DIVERGENCES: counter(
