@@ -248,6 +248,7 @@ class KVSafeManager(TieringOffloadingManager):
         self._verdicts.forget(req_context.req_id)
         self.waits.forget(req_context.req_id)
         self._claims.drop(req_context.req_id)
+        self._loads.leave(req_context.req_id)
         super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

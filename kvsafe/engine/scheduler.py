@@ -35,6 +35,7 @@ from kvsafe.engine.journal import logger
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
 from kvsafe.engine.requests.prompts import attach_prompt
 from kvsafe.engine.requests.source import SourceCheck
+from kvsafe.engine.requests.turns import turns_for
 from kvsafe.engine.requests.windows import give_up_stored_blocks, wanted_slots, windowed_groups
 from kvsafe.engine.rows.placer import Placer
 from kvsafe.engine.rows.retired import TransferRows
@@ -90,6 +91,7 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         self._placer = Placer(self.config, self._req_status)
         self._windowed = windowed_groups(self.config)
         self._source = SourceCheck(self.config, self._req_status, self._placer, self._windowed)
+        self._turns = turns_for(self.config, vllm_config, kv_cache_config)
         self._transfer_rows = TransferRows(self.config.num_workers)
         self._reset_events: list[Any] = []
 
@@ -143,6 +145,10 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             status.max_offload_tokens = status.offload_limit if fresh else 0
         self.manager.waits.begin(request.request_id)
         found = self._covered_match(request, num_computed_tokens, max_num_new_tokens)
+        if self._turns is not None and found[0]:
+            computed = num_computed_tokens + found[0]
+            if not self._turns.fits(request, computed):
+                found = self._put_off(request, num_computed_tokens)
         self.manager.waits.end(request.request_id)
         return found
 
@@ -155,6 +161,13 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             if not matched or self._is_covered(request.request_id, local, local + matched):
                 return matched, later
             limit = matched - 1
+        nothing: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, local, 0)
+        return nothing
+
+    def _put_off(self, request: Any, local: int) -> tuple[int | None, bool]:
+        """Later, until others that have loaded run; after a while the request is computed."""
+        if not self.manager.waits.tires(request.request_id):
+            return None, False
         nothing: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, local, 0)
         return nothing
 
@@ -189,15 +202,22 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         """vLLM's bookkeeping of a load, then the exact place of every block."""
         first = self._job_counter
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if num_external_tokens:
-            self.manager.waits.loads(request.request_id)
-        else:
-            self.manager.waits.forget(request.request_id)
+        self._note_admitted(request, num_external_tokens)
         for job_id in range(first, self._job_counter):
             job = self._current_batch_load_jobs.get(job_id)
             if job is not None:
                 self._placer.place_load(job)
                 self._note_rows(job_id, job.src_spec)
+
+    def _note_admitted(self, request: Any, loaded: int) -> None:
+        req_id = request.request_id
+        if loaded:
+            self.manager.waits.loads(req_id)
+        else:
+            self.manager.waits.forget(req_id)
+        if self._turns is not None:
+            local = self._req_status[req_id].num_locally_computed_tokens
+            self._turns.admit(request, local, loaded)
 
     def _note_rows(self, job_id: int, spec: Any) -> None:
         if isinstance(spec, SealedRowsSpec):
@@ -209,6 +229,8 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         """vLLM's metadata of this step, then the exact place of every block to be stored."""
         self._forget_preempted_blocks(scheduler_output.preempted_req_ids or ())
         ended = scheduler_output.finished_req_ids or ()
+        if self._turns:
+            self._turns.pass_on(scheduler_output.num_scheduled_tokens)
         self._source.note_offers([*scheduler_output.num_scheduled_tokens, *ended])
         with self._reloading_requests_spared(scheduler_output):
             meta = super().build_connector_meta(scheduler_output)

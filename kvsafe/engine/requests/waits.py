@@ -108,9 +108,11 @@ class Waits:
             self._release(wait, wait.told)
 
     def clear(self) -> None:
-        """Nothing is there any more that could be awaited."""
+        """Nothing is there any more that could be awaited.
+
+        A failed load is not forgotten: what vLLM has reserved for it outlives a reset.
+        """
         self._waits.clear()
-        self.failed.clear()
         self.awaited.clear()
 
     def _release(self, wait: _Wait, keys: set[bytes]) -> None:

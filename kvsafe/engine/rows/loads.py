@@ -27,21 +27,32 @@ class OpenLoads:
         self._since: dict[str, tuple[float, Collection[OffloadKey]]] = {}
         self._told: set[str] = set()
         self._ended: dict[str, Collection[OffloadKey]] = {}
+        self._left: set[str] = set()
         self.lost: Counter[tuple[str, OffloadKey]] = Counter()
 
     def begin(self, request: str, keys: Collection[OffloadKey]) -> None:
         """A load of these chunks is prepared; a request has one at a time."""
+        self._left.discard(request)
         self._since[request] = time.monotonic(), keys
 
     def lose(self, request: str, keys: Iterable[OffloadKey]) -> None:
         """These chunks of it are gone."""
         self.lost.update((request, key) for key in keys)
 
+    def leave(self, request: str) -> None:
+        """The request has ended before its load has: a failure of it concerns nobody any more."""
+        self._ended.pop(request, None)
+        if request in self._since:
+            self._left.add(request)
+
     def end(self, request: str, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
         """It has ended, well or badly. Returns those of its chunks that were pinned."""
         self._since.pop(request, None)
         self._told.discard(request)
-        self._ended[request] = keys
+        if request in self._left:
+            self._left.discard(request)
+        else:
+            self._ended[request] = keys
         if not self.lost:
             return keys
         return [key for key in keys if not self._was_lost((request, key))]
@@ -55,6 +66,7 @@ class OpenLoads:
         if not chunks:
             return []
         loads = [*ended.items(), *((name, keys) for name, (_, keys) in self._since.items())]
+        loads = [load for load in loads if load[0] not in self._left]
         return [name for name, keys in loads if not chunks.isdisjoint(keys)]
 
     def _was_lost(self, load: tuple[str, OffloadKey]) -> bool:
@@ -81,4 +93,5 @@ class OpenLoads:
         self._since.clear()
         self._told.clear()
         self._ended.clear()
+        self._left.clear()
         self.lost.clear()

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns: requests that have loaded and do not run yet must leave each other room to run (V).
+
+A load has its blocks before its request runs, and a request that waits is not preempted. vLLM
+keeps free what loaded requests still need, but for a group with a sliding window it takes the
+places before the window for blocks that are held, and may keep free too few. With full attention
+its sum is right, and there is nothing to do here.
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    GroupOffloadConfig,
+    SchedulerOffloadConfig,
+)
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
+
+from kvsafe.engine.requests.windows import first_kept_token
+
+
+class _Place(NamedTuple):
+    """A request with a load: blocks it holds once loaded, and blocks it needs to run at most."""
+
+    request: Any
+    held: int
+    whole: int
+
+    def holds(self) -> bool:
+        """Whether its blocks are still those of its load.
+
+        A request that was preempted, or whose load has failed, has no computed tokens.
+        """
+        status = self.request.status
+        if status == RequestStatus.RUNNING or RequestStatus.is_finished(status):
+            return False
+        return bool(self.request.num_computed_tokens)
+
+
+class Turns:
+    """Who has loaded and waits for its turn. One thread (scheduler).
+
+    Every one of them can run as soon as nobody else does, in whatever order they come: what
+    they hold together, and the most that one of them needs more, is never more than there is.
+    Requests that run do not count: they end, or are preempted.
+    """
+
+    def __init__(
+        self, config: SchedulerOffloadConfig, blocks: int, caps: dict[int, int], ahead: int
+    ) -> None:
+        """The accelerator's blocks, the null block left out; what one request holds at most.
+
+        `caps`: blocks per request, for the groups that give up blocks. `ahead`: tokens beyond
+        its own that a request needs slots for.
+        """
+        self._groups = config.kv_group_configs
+        self._blocks = blocks
+        self._caps = caps
+        self._ahead = ahead
+        self._loaded: dict[str, _Place] = {}
+        self._first: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._loaded)
+
+    def fits(self, request: Any, computed: int) -> bool:
+        """Whether a load of everything up to `computed` tokens leaves room for everybody.
+
+        Who was told no first is first: others with a load do not overtake it.
+        """
+        self.pass_on()
+        if not self._loaded:
+            self._first = None
+            return True
+        if self._first not in (None, request.request_id):
+            return False
+        places = [*self._loaded.values(), self._place(request, computed)]
+        held = sum(place.held for place in places)
+        fits = held + max(place.whole - place.held for place in places) <= self._blocks
+        self._first = None if fits else request.request_id
+        return fits
+
+    def admit(self, request: Any, local: int, loaded: int) -> None:
+        """The request was given its blocks: it loads so many tokens after the local ones."""
+        if loaded:
+            self._loaded[request.request_id] = self._place(request, local + loaded)
+        elif self._first == request.request_id:
+            # It computes: nobody waits behind it.
+            self._first = None
+
+    def pass_on(self, scheduled: Collection[str] = ()) -> None:
+        """Forget those that run, as the scheduled do, have ended or hold nothing any more."""
+        self._loaded = {
+            req_id: place
+            for req_id, place in self._loaded.items()
+            if req_id not in scheduled and place.holds()
+        }
+
+    def _place(self, request: Any, computed: int) -> _Place:
+        held = whole = 0
+        for index, group in enumerate(self._groups):
+            most = -(-(int(request.num_tokens) + self._ahead) // group.tokens_per_block)
+            most = min(most, self._caps.get(index, most))
+            whole += most
+            held += min(most, _blocks_of(group, computed))
+        return _Place(request, held, whole)
+
+
+def turns_for(
+    config: SchedulerOffloadConfig, vllm_config: Any, kv_cache_config: Any
+) -> Turns | None:
+    """None where vLLM's own reservation is right: no group gives up blocks behind a window."""
+    caps = {
+        index: group.kv_cache_spec.max_admission_blocks_per_request(
+            max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+            max_model_len=vllm_config.model_config.max_model_len,
+        )
+        for index, group in enumerate(config.kv_group_configs)
+        if isinstance(group.kv_cache_spec, SlidingWindowSpec | ChunkedLocalAttentionSpec)
+    }
+    if not caps:
+        return None
+    drafts = vllm_config.speculative_config
+    # A token to come, the drafts for it, and slots for as many drafts again.
+    ahead = 1 + 2 * int(drafts.num_speculative_tokens) if drafts is not None else 0
+    return Turns(config, int(kv_cache_config.num_blocks) - 1, caps, ahead)
+
+
+def _blocks_of(group: GroupOffloadConfig, computed: int) -> int:
+    size = int(group.tokens_per_block)
+    return -(-computed // size) - first_kept_token(group, computed) // size
