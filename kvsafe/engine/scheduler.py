@@ -149,7 +149,7 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             computed = num_computed_tokens + found[0]
             if not self._turns.fits(request, computed):
                 found = self._put_off(request, num_computed_tokens)
-        self.manager.waits.end(request.request_id)
+        self.manager.waits.end(request.request_id, offered=bool(found[0]))
         return found
 
     def _covered_match(

@@ -83,3 +83,18 @@ def test_the_world_notices_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpenLoads, "leave", lambda self, request: None)
     with pytest.raises(LookupError, match="remembered for ever"):
         demand_clean(ABORTED_THEN_FAILED)
+
+
+def test_who_only_waits_is_not_barred() -> None:
+    """A promotion takes a few steps: the chunk may be good in a tier, and is fetched from there."""
+    waits = Waits(30.0)
+    waits.fails("one")
+    for _ in range(5):
+        waits.begin("one")
+        waits.end("one")
+    assert not waits.is_barred("one")
+    waits.begin("one")
+    waits.end("one", offered=True)
+    assert waits.is_barred("one")
+    waits.loads("one")
+    assert not waits.is_barred("one")

@@ -42,8 +42,6 @@ class Waits:
     def begin(self, request: str) -> None:
         """The request looks up its keys from the first one on."""
         self._waits.setdefault(request, _Wait()).now = set()
-        if request in self.failed:
-            self.failed[request] += 1
 
     def tell(self, request: str, key: bytes) -> None:
         """The request was told that this chunk is there, or on its way."""
@@ -55,8 +53,13 @@ class Waits:
             wait.told.add(key)
             self.awaited[key] += 1
 
-    def end(self, request: str) -> None:
-        """The lookups are over: what was not asked for again is awaited no longer."""
+    def end(self, request: str, *, offered: bool = False) -> None:
+        """The lookups are over: what was not asked for again is awaited no longer.
+
+        `offered`: the request was told of chunks that it may load now, not to ask again.
+        """
+        if offered and request in self.failed:
+            self.failed[request] += 1
         wait = self._waits.get(request)
         if wait is not None:
             self._release(wait, wait.told - wait.now)
@@ -81,7 +84,7 @@ class Waits:
 
         vLLM keeps the blocks of the failed load reserved, against the request itself.
         """
-        return self.failed.get(request, 0) > 1
+        return self.failed.get(request, 0) > 0
 
     def tires(self, request: str) -> bool:
         """The request is told to ask again; whether it has been told so for too long."""
