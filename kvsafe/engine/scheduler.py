@@ -143,12 +143,12 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         if isinstance(status, AdapterRequestState) and status.answer is not None:
             fresh = status.answer.storable or num_computed_tokens == 0
             status.max_offload_tokens = status.offload_limit if fresh else 0
+        if self._turns and self._stands_back(request):
+            return None, False
         self.manager.waits.begin(request.request_id)
         found = self._covered_match(request, num_computed_tokens, max_num_new_tokens)
-        if self._turns is not None and found[0]:
-            computed = num_computed_tokens + found[0]
-            if not self._turns.fits(request, computed):
-                found = self._put_off(request, num_computed_tokens)
+        if found[0] and not self._turns.fits(request, num_computed_tokens + found[0]):
+            found = self._put_off(request, num_computed_tokens)
         self.manager.waits.end(request.request_id, offered=bool(found[0]))
         return found
 
@@ -163,6 +163,14 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             limit = matched - 1
         nothing: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, local, 0)
         return nothing
+
+    def _stands_back(self, request: Any) -> bool:
+        if request.request_id not in self._turns:
+            return False
+        waits = self.manager.waits
+        waits.failed.setdefault(request.request_id, 0)  # A reset may have forgotten it.
+        free = 0 if self.block_pool is None else self.block_pool.get_num_free_blocks()
+        return self._turns.stands_back(request, free) and not waits.tires(request.request_id)
 
     def _put_off(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Later, until others that have loaded run; after a while the request is computed."""
@@ -215,9 +223,8 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             self.manager.waits.loads(req_id)
         else:
             self.manager.waits.forget(req_id)
-        if self._turns is not None:
-            local = self._req_status[req_id].num_locally_computed_tokens
-            self._turns.admit(request, local, loaded)
+        local = self._req_status[req_id].num_locally_computed_tokens
+        self._turns.admit(request, local, loaded)
 
     def _note_rows(self, job_id: int, spec: Any) -> None:
         if isinstance(spec, SealedRowsSpec):

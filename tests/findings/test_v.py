@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -51,6 +52,41 @@ def test_without_turns_they_do_not_run_with_ours_either() -> None:
         demand(OURS, "starved")
 
 
-def test_the_one_that_waits_loads_all_the_same() -> None:
-    loads = demand_clean(OURS).counts["load"]
-    assert loads == demand_clean(OURS.without(2, 3)).counts["load"] + 1
+def _burst(blocks: int) -> Plan:
+    """A stored prefix of 32 tokens, and two requests that load 24 of them at the same time."""
+    asked = (("ask", 32), ("idle", 19), ("ask", 34), ("ask", 31))
+    events = [Event(name, 0, n, 1) if name == "ask" else Event(name, n) for name, n in asked]
+    return Plan("kvsafe", replace(SETTING, rows=12, blocks=blocks), tuple(events))
+
+
+@pytest.mark.parametrize(("blocks", "later"), [(24, True), (25, False)])
+def test_nobody_waits_where_both_fit_and_both_load(blocks: int, *, later: bool) -> None:
+    told: list[bool] = []
+    fits = Turns.fits
+
+    def listen(self: Turns, request: Any, computed: int) -> bool:
+        told.append(fits(self, request, computed))
+        return told[-1]
+
+    with mock.patch.object(Turns, "fits", listen):
+        assert demand_clean(_burst(blocks)).counts["load"] == 2
+    assert told.count(True) == 2
+    assert (False in told) is later
+
+
+# Two load at the same time; both loads fail, and there is room for one of them at a time.
+FAILING = Plan(
+    "kvsafe",
+    Setting(windows=(12, 12, 0), rows=26, blocks=39, budget=8, seats=1, no_prefix_cache=True),
+    (
+        *(Event("ask", 0, 59, 1), Event("idle")),
+        *(Event("ask", 0, tokens, 1) for tokens in (39, 37, 57)),
+        Event("damage_row"),
+    ),
+)
+
+
+def test_a_request_whose_load_failed_lets_others_pass() -> None:
+    demand_clean(FAILING)
+    with mock.patch.object(Turns, "stands_back", lambda *_: False), pytest.raises(WrongWorld):
+        demand(FAILING, "starved")

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from fuzz.world import Event, Plan, Setting, run
+from kvsafe.engine.requests.turns import Turns
 from kvsafe.engine.requests.waits import Waits
 from kvsafe.engine.rows.primary import SealedPrimaryTier
 from kvsafe.engine.rows.proof import RowProof
@@ -45,6 +46,7 @@ OPENING: Off = ((RowProof, "before_load", lambda self, row: self.fence(row)),)
 SHIELD: Off = ((Shield, "lift", _nothing), (Shield, "cover", _nothing))
 ONCE: Off = ((Waits, "is_spent", lambda *_: False),)
 BARRED: Off = ((Waits, "is_barred", lambda *_: False),)
+TURNS: Off = ((Turns, "fits", lambda *_: True),)
 DROPPED: Off = ((SealedPrimaryTier, "_drop_events", _nothing),)
 TAKEN_BACK: Off = ((KVSafeConnectorScheduler, "_take_back_announcements", _nothing),)
 
@@ -104,6 +106,14 @@ def _failed_load_of_most_blocks() -> Plan:
     return Plan("kvsafe", setting, (_ask(0, 35), IDLE, damage, _ask(0, 33)))
 
 
+def _loads_of_most_blocks() -> Plan:
+    """Two requests load at the same time and leave neither the blocks to run (finding V)."""
+    setting = Setting(
+        windows=(0, 12), blocks_per_chunk=2, rows=12, blocks=24, seats=1, no_prefix_cache=True
+    )
+    return Plan("kvsafe", setting, (_ask(0, 32), IDLE, _ask(0, 34), _ask(0, 31)))
+
+
 class Course(NamedTuple):
     """A world, its guards, and what the oracle calls it when none of them is there."""
 
@@ -117,6 +127,7 @@ COURSES = {
     "a proven load's rows at a reset": Course(_reset_in_a_load(BEGUN), "wrong-load", (RETIRED,)),
     "a prefix longer than the rows": Course(SCENES["B"].plan("kvsafe"), "starved", (SHIELD, ONCE)),
     "a failed load of most blocks": Course(_failed_load_of_most_blocks(), "starved", (BARRED,)),
+    "two loads of most blocks": Course(_loads_of_most_blocks(), "starved", (TURNS,)),
     "announcements at a reset": Course(_queued_at_a_reset(), "announced", (DROPPED, TAKEN_BACK)),
 }
 

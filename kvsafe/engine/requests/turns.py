@@ -3,15 +3,16 @@
 
 A load has its blocks before its request runs, and a request that waits is not preempted. vLLM
 keeps free what loaded requests still need, but for a group with a sliding window it takes the
-places before the window for blocks that are held, and may keep free too few. With full attention
-its sum is right, and there is nothing to do here.
+places before the window for blocks that are held, and may keep free too few. Then the first of
+them is not admitted, and the others are not asked; nor are they if the first is one whose load
+has failed, and which holds nothing. With full attention alone vLLM's sum is right, and nothing
+is noted here.
 """
 
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-    GroupOffloadConfig,
     SchedulerOffloadConfig,
 )
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
@@ -27,15 +28,23 @@ class _Place(NamedTuple):
     held: int
     whole: int
 
-    def holds(self) -> bool:
-        """Whether its blocks are still those of its load.
+    @property
+    def rest(self) -> int:
+        """Blocks that it needs beyond those it holds, at most."""
+        return self.whole - self.held
 
-        A request that was preempted, or whose load has failed, has no computed tokens.
-        """
+    @property
+    def waits(self) -> bool:
+        """Whether the request has neither run nor ended."""
         status = self.request.status
-        if status == RequestStatus.RUNNING or RequestStatus.is_finished(status):
-            return False
-        return bool(self.request.num_computed_tokens)
+        return not (status == RequestStatus.RUNNING or RequestStatus.is_finished(status))
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has blocks: until vLLM looks at it, even if its load has failed."""
+        request = self.request
+        loads = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        return loads or bool(request.num_computed_tokens)
 
 
 class Turns:
@@ -64,25 +73,48 @@ class Turns:
     def __bool__(self) -> bool:
         return bool(self._loaded)
 
+    def __contains__(self, req_id: str) -> bool:
+        """If it asks what there is to load, its load has failed."""
+        return req_id in self._loaded
+
     def fits(self, request: Any, computed: int) -> bool:
         """Whether a load of everything up to `computed` tokens leaves room for everybody.
 
         Who was told no first is first: others with a load do not overtake it.
         """
-        self.pass_on()
-        if not self._loaded:
+        others = self._others(request) if self._loaded else ()
+        if not others:
             self._first = None
             return True
         if self._first not in (None, request.request_id):
             return False
-        places = [*self._loaded.values(), self._place(request, computed)]
+        places = [*others, self._place(request, computed)]
         held = sum(place.held for place in places)
-        fits = held + max(place.whole - place.held for place in places) <= self._blocks
+        fits = held + max(place.rest for place in places) <= self._blocks
         self._first = None if fits else request.request_id
         return fits
 
+    def stands_back(self, request: Any, free: int) -> bool:
+        """Whether the request, whose load has failed, is to let others that have loaded pass.
+
+        `free`: blocks that are free now. vLLM may demand them twice for such a request (U).
+        """
+        others = self._others(request)
+        needs = 2 * self._place(request, 0).whole + sum(place.rest for place in others)
+        back = bool(others) and needs > free
+        if back and self._first is None:
+            self._first = request.request_id
+        return back
+
+    def _others(self, request: Any) -> list[_Place]:
+        self.pass_on()
+        req_id = request.request_id
+        return [place for other, place in self._loaded.items() if other != req_id and place.holds]
+
     def admit(self, request: Any, local: int, loaded: int) -> None:
         """The request was given its blocks: it loads so many tokens after the local ones."""
+        if not self._caps:
+            return
         if loaded:
             self._loaded[request.request_id] = self._place(request, local + loaded)
         elif self._first == request.request_id:
@@ -90,27 +122,27 @@ class Turns:
             self._first = None
 
     def pass_on(self, scheduled: Collection[str] = ()) -> None:
-        """Forget those that run, as the scheduled do, have ended or hold nothing any more."""
+        """Forget those that have ended or run, as the scheduled do."""
         self._loaded = {
             req_id: place
             for req_id, place in self._loaded.items()
-            if req_id not in scheduled and place.holds()
+            if req_id not in scheduled and place.waits
         }
 
     def _place(self, request: Any, computed: int) -> _Place:
         held = whole = 0
         for index, group in enumerate(self._groups):
-            most = -(-(int(request.num_tokens) + self._ahead) // group.tokens_per_block)
+            size = int(group.tokens_per_block)
+            given_up = first_kept_token(group, computed) // size
+            most = -(-(int(request.num_tokens) + self._ahead) // size) - given_up
             most = min(most, self._caps.get(index, most))
             whole += most
-            held += min(most, _blocks_of(group, computed))
+            held += min(most, -(-computed // size) - given_up)
         return _Place(request, held, whole)
 
 
-def turns_for(
-    config: SchedulerOffloadConfig, vllm_config: Any, kv_cache_config: Any
-) -> Turns | None:
-    """None where vLLM's own reservation is right: no group gives up blocks behind a window."""
+def turns_for(config: SchedulerOffloadConfig, vllm_config: Any, kv_cache_config: Any) -> Turns:
+    """Of use only where a group gives up blocks behind a window, or all before its chunk."""
     caps = {
         index: group.kv_cache_spec.max_admission_blocks_per_request(
             max_in_flight_tokens=vllm_config.max_in_flight_tokens,
@@ -119,14 +151,7 @@ def turns_for(
         for index, group in enumerate(config.kv_group_configs)
         if isinstance(group.kv_cache_spec, SlidingWindowSpec | ChunkedLocalAttentionSpec)
     }
-    if not caps:
-        return None
     drafts = vllm_config.speculative_config
     # A token to come, the drafts for it, and slots for as many drafts again.
     ahead = 1 + 2 * int(drafts.num_speculative_tokens) if drafts is not None else 0
     return Turns(config, int(kv_cache_config.num_blocks) - 1, caps, ahead)
-
-
-def _blocks_of(group: GroupOffloadConfig, computed: int) -> int:
-    size = int(group.tokens_per_block)
-    return -(-computed // size) - first_kept_token(group, computed) // size

@@ -102,6 +102,8 @@ class Waits:
         wait = self._waits.get(request)
         if wait is not None:
             self._release(wait, set(wait.told))
+            # Whatever it waits for later has a patience of its own.
+            wait.since = None
 
     def forget(self, request: str) -> None:
         """The request computes, or has ended."""
