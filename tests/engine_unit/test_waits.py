@@ -164,6 +164,21 @@ def test_a_request_tires_of_asking_again(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not waits.tires("r")
 
 
+def test_after_a_load_patience_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=5.0)
+    monkeypatch.setattr(waits_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    waits = Waits(10.0)
+    waits.begin("r")
+    assert not waits.tires("r")
+    clock.now += 9.0
+    waits.loads("r")
+    clock.now += 9.0
+    waits.begin("r")
+    assert not waits.tires("r")
+    clock.now += 10.5
+    assert waits.tires("r")
+
+
 def test_a_claim_runs_out_and_is_not_renewed() -> None:
     claims = Claims()
     claims.make("r")
