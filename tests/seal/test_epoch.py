@@ -202,6 +202,27 @@ def test_another_files_epoch_is_refused(path: Path) -> None:
         second.read()
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"tag":', '"more":1,"tag":'),
+        ('"epoch":1', '"more":1,"epoch":1'),
+        ('"epoch":1', '"epoch":"1"'),
+        ('"epoch":1', '"epoch":1.0'),
+    ],
+)
+def test_a_file_of_another_form_is_refused(path: Path, old: str, new: str) -> None:
+    """Whatever its tag is: what is not understood whole is not believed in part."""
+    EpochFile(path, mac).raise_epoch("x")
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    with pytest.raises(EpochError, match="not an epoch file"):
+        EpochFile(path, mac).read()
+    path.write_text(text)
+    assert EpochFile(path, mac).read() == 1
+
+
 def test_a_forged_number_is_refused(path: Path) -> None:
     epoch = EpochFile(path, mac)
     epoch.raise_epoch("x")

@@ -5,12 +5,14 @@ import contextlib
 import enum
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import cbor2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvsafe.seal import identity as identity_module
 from kvsafe.seal.identity import (
     IDENTITY_FIELDS,
     Identity,
@@ -192,6 +194,7 @@ def test_too_large_a_document_is_our_misuse() -> None:
         ([name for i in range(61) for name in (f"m.{i}.attn", f"m.{i}.indexer.k")], 1),
         (["one"], 1),
         ([], 0),
+        (["a.3", "a.5", "a.7"], 1),
         (["a.0", "a.1", "a.5", "b.2"], 3),
         (["a.007", "a.008", "=odd", "with {0-3}", "with space 1", "with space 2"], 6),
     ],
@@ -243,3 +246,12 @@ def test_generated_pages_are_checked(tmp_path: Path) -> None:
     assert main(["--check", "--root", str(tmp_path)]) == 1
     assert all(f"`{field.name}`" in identity_page() for field in IDENTITY_FIELDS)
     assert "| 401 | 4 | `HEADER_TAG` |" in refusals_page()
+
+
+@pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: {"x": value}])
+def test_trees_may_be_five_deep_and_no_deeper(wrap: Any) -> None:
+    value: Any = 1
+    for _ in range(4):
+        value = wrap(value)
+    assert identity_module._is_tree(value)
+    assert not identity_module._is_tree(wrap(value))

@@ -537,6 +537,11 @@ def test_any_changed_byte_is_harmless_or_refused(
         assert keys.name_secret == derive_subkey(NAMES, DEFAULT_SUITE, "name")
 
 
+def test_an_unknown_suite_is_refused_by_its_name() -> None:
+    with pytest.raises(KeyringError, match="unknown suite 'md5'"):
+        Keyring("md5", SealKey.of(SECRET), name_secret=NAMES)  # type: ignore[arg-type]
+
+
 # --- the environment -----------------------------------------------------------------------------
 
 
