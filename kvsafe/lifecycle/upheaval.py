@@ -203,9 +203,10 @@ def shut_down(world: World, state: State) -> State:
 
 
 def touching(state: State) -> bool:
-    """Whether anybody may still read or write rows."""
+    """Whether anybody may still read or write rows: parked keys are read by the next step."""
     return (
         bool(state.cascades)
+        or any(request.parked for request in state.requests)
         or bool(state.late)
         or any(chunk is not None and chunk.refcount != 0 for chunk in state.chunks)
     )
