@@ -132,6 +132,14 @@ def test_a_store_copy_that_never_ends_delays_nobody_for_long(policy: str) -> Non
         assert found.finished("r4") and found.world.parts.counts["load"] == loads + 1
 
 
+def store_and_ask(found: Course, tokens: int) -> None:
+    """One request stores its prompt; a second has the same one, which is not in the accelerator."""
+    found.act("ask", 0, tokens, 2)
+    found.go()
+    found.act("reset_blocks")
+    found.act("ask", 0, tokens, 2)
+
+
 def serve_others(found: Course) -> None:
     """Two more requests, r2 and r3, of which the second is served from host memory."""
     loads = found.world.parts.counts["load"]
@@ -146,10 +154,7 @@ def serve_others(found: Course) -> None:
 
 def test_a_load_copy_that_never_ends_holds_up_its_own_request_alone() -> None:
     with course() as found:
-        found.act("ask", 0, 16, 2)
-        found.go()
-        found.act("reset_blocks")
-        found.act("ask", 0, 16, 2)
+        store_and_ask(found, 16)
         with found.stuck():
             found.act("step")
         assert len(found.held) >= 3
@@ -176,20 +181,14 @@ def test_a_load_copy_that_never_ends_holds_up_its_own_request_alone() -> None:
         assert found.finished("r1")
         # What was withdrawn has gone with its last reader, and can be stored and loaded again.
         found.act("reset_blocks")
-        found.act("ask", 0, 17, 2)
-        found.go()
-        found.act("reset_blocks")
-        found.act("ask", 0, 17, 2)
+        store_and_ask(found, 17)
         found.go()
         assert found.finished("r6") and found.world.parts.counts["load"] == loads + 1
 
 
 def test_who_waits_for_the_chunks_of_another_load_waits_no_longer_than_the_deadline() -> None:
     with course() as found:
-        found.act("ask", 0, 16, 2)
-        found.go()
-        found.act("reset_blocks")
-        found.act("ask", 0, 16, 2)
+        store_and_ask(found, 16)
         with found.stuck():
             found.act("step")
         found.act("ask", 0, 16, 2)
