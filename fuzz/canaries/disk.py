@@ -14,7 +14,6 @@ from kvsafe.tiers.outcome import Answer, Outcome
 from kvsafe.tiers.quarantine import Quarantine
 
 _flaw = Folders.flaw
-_write_in = storing.Storing._write_in
 _get = store.ChunkStore.get
 
 
@@ -78,7 +77,7 @@ CANARIES = (
     Canary("publishing replaces", "disk", "a good file is replaced", 300,
            instead(calls.Os, "publish", _plain_rename)),
     Canary("a failed store leaves its file", "disk", "temporaries stay, uncharged", 600,
-           instead(storing.Storing, "_undo", _leaky_undo)),
+           instead(storing.Storing, "undo", _leaky_undo)),
     Canary("room is given back twice", "disk", "the account falls below what lies there", 12000,
            instead(room.Room, "give_back", _twice)),
     Canary("a late store is published", "disk", "nobody asks whether the row is still wanted", 400,

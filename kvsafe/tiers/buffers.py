@@ -7,19 +7,25 @@ import threading
 
 
 class ThreadBuffers:
-    """One buffer of `size` bytes per thread that asks. A stuck thread keeps its own."""
+    """`count` buffers of `size` bytes per thread that asks. A stuck thread keeps its own."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, count: int = 1) -> None:
         self._size = size
+        self._count = count
         self._local = threading.local()
 
     def get(self) -> memoryview:
-        """This thread's buffer."""
-        view: memoryview | None = getattr(self._local, "view", None)
-        if view is None:
-            view = memoryview(mmap.mmap(-1, self._size))
-            self._local.view = view
-        return view
+        """This thread's first buffer."""
+        return self.get_all()[0]
+
+    def get_all(self) -> list[memoryview]:
+        """This thread's buffers, `count` of them; all begin on a page if `size` is pages."""
+        views: list[memoryview] | None = getattr(self._local, "views", None)
+        if views is None:
+            whole, size = memoryview(mmap.mmap(-1, self._size * self._count)), self._size
+            views = [whole[at * size : (at + 1) * size] for at in range(self._count)]
+            self._local.views = views
+        return views
 
 
 SMALL_BYTES = 256 << 10

@@ -231,6 +231,37 @@ class Folders:
         self._close_all(closing)
         return handle
 
+    def take_all(self, keys: list[str], make: bool) -> list[_Handle | None]:
+        """As `take` for many; None for each that cannot be had."""
+        with self._lock:
+            handles = [self._buckets.get(key) for key in keys]
+            for key, handle in zip(keys, handles, strict=True):
+                if handle is not None:
+                    handle.users += 1
+                    if self._scarce:
+                        self._buckets.move_to_end(key)
+        return [
+            self._take_or_none(key, make) if handle is None else handle
+            for key, handle in zip(keys, handles, strict=True)
+        ]
+
+    def _take_or_none(self, key: str, make: bool) -> _Handle | None:
+        try:
+            return self.take(key, make)
+        except OSError:
+            return None
+
+    def drop_all(self, handles: list[_Handle | None]) -> None:
+        """One user less of each."""
+        closing = []
+        with self._lock:
+            for handle in handles:
+                if handle is not None:
+                    handle.users -= 1
+                    if handle.forgotten and handle.users == 0:
+                        closing.append(handle.fd)
+        self._close_all(closing)
+
     def _over_limit(self) -> list[int]:
         closing = []
         while len(self._buckets) > self._handles:
@@ -242,11 +273,7 @@ class Folders:
 
     def drop(self, handle: _Handle) -> None:
         """One user less."""
-        with self._lock:
-            handle.users -= 1
-            last = handle.forgotten and handle.users == 0
-        if last:
-            self._close_all([handle.fd])
+        self.drop_all([handle])
 
     def forget_bucket(self, key: str) -> None:
         """Drop a handle whose folder has been removed."""

@@ -15,6 +15,7 @@ class StoreSetting:
     Attributes:
         flaw_number: refusal number of what is not even a regular file of one row.
         lock_wait_s: longest wait for the shared ledger.
+        batch_s: longest time in one call for many files; what is left then goes by itself.
     """
 
     root: str
@@ -27,3 +28,4 @@ class StoreSetting:
     quarantine: Policy = "aside"
     flaw_number: int = 0
     lock_wait_s: float = 5.0
+    batch_s: float = 2.5

@@ -12,8 +12,11 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from kvsafe.tiers.batch import Batch
+from kvsafe.tiers.buffers import copy
 from kvsafe.tiers.calls import Os, QuickOs
 from kvsafe.tiers.chunkfile import DIRECT_ALIGN, Reader, Truncated, Writer
+from kvsafe.tiers.course import PlainCourse
 from kvsafe.tiers.folders import Folders, StoreRefused
 from kvsafe.tiers.keeper import Keeper, mark_used
 from kvsafe.tiers.leases import Lease
@@ -67,9 +70,24 @@ class ChunkStore:
         self._reader = Reader(calls, folders, self.direct)
         self._charge = whole_pages(setting.row_bytes)
         self.counts: Counter[str] = Counter()
+        self._course = self._plain_course(setting, folders)
         self._storing = Storing(folders, self.lease, self.room, writer, self.counts)
         self._quarantine = Quarantine(folders, self.room, setting.quarantine, self.counts)
         self.on_flaw: OnFlaw | None = None
+
+    def _plain_course(self, setting: StoreSetting, folders: Folders) -> PlainCourse | None:
+        """None where something sits in the seam of calls, or where files go one by one anyway."""
+        batch = Batch.load() if type(folders.calls) is QuickOs and folders.atomic else None
+        if batch is None:
+            return None
+        return PlainCourse(
+            batch, folders, self.direct, setting.sync, setting.ttl_s, setting.batch_s
+        )
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether many files go in one call: `batch.c` was built, and this file system lets it."""
+        return self._course is not None
 
     @staticmethod
     def _direct(setting: StoreSetting, folders: Folders) -> bool:
@@ -96,9 +114,10 @@ class ChunkStore:
         try:
             with self.folders.bucket(bucket, make=True) as folder:
                 if self._stands(name, folder, bucket, file):
-                    return self._storing.present(bucket)
-                if not self.room.take(self._charge):
-                    return Outcome(Answer.NO_ROOM, "capacity or reserve")
+                    return self._counted(self._storing.present(bucket))
+                short = self._storing.begin()
+                if short is not None:
+                    return self._counted(short)
                 return self._counted(self._storing.store(folder, bucket, file, row, wanted))
         except OSError as exc:
             return self._counted(outcome_of(exc))
@@ -108,6 +127,32 @@ class ChunkStore:
         if not self.look([name])[0]:
             return None
         return self._storing.present(self.folders.place(name)[0])
+
+    def put_all(
+        self,
+        names: list[bytes],
+        rows: list[memoryview],
+        *,
+        wanted: Callable[[], bool] = lambda: True,
+        more: Callable[[], bool] = lambda: True,
+    ) -> list[Outcome]:
+        """`put` of several rows, together as far as all goes well. Outcomes in order.
+
+        `more` is asked before each that has to go by itself; with False the rest is left, and
+        the list is shorter.
+        """
+        answers: list[Outcome | None] = [None] * len(names)
+        if self._course is not None:
+            answers = self._course.store(names, rows, self._storing, wanted)
+        outcomes = []
+        for name, row, answer in zip(names, rows, answers, strict=True):
+            if answer is not None:
+                outcomes.append(self._counted(answer))
+            elif more():
+                outcomes.append(self.put(name, row, wanted=wanted))
+            else:
+                break
+        return outcomes
 
     def _stands(self, name: bytes, folder: int, bucket: str, file: str) -> bool:
         """Whether a file that can be this chunk is there; one that cannot is moved away.
@@ -154,6 +199,36 @@ class ChunkStore:
             moved = self.quarantine(name, verdict.number, str(verdict))
             return self._counted(Outcome(Answer.REFUSED, str(verdict), verdict, moved))
         return self._counted(DONE)
+
+    def get_all(
+        self,
+        names: list[bytes],
+        into: list[memoryview],
+        *,
+        more: Callable[[], bool] = lambda: True,
+    ) -> list[Outcome]:
+        """`get` of several rows, together as far as all goes well. As `put_all` otherwise."""
+        seen: list[FileId | None] = [None] * len(names)
+        if self._course is not None:
+            seen = self._course.read(names, into)
+        outcomes = []
+        for name, buffer, which in zip(names, into, seen, strict=True):
+            if which is not None:
+                self._quarantine.note_read(name, which)
+                outcomes.append(self._counted(DONE))
+            elif more():
+                outcomes.append(self.get(name, buffer))
+            else:
+                break
+        return outcomes
+
+    def copy(self, targets: list[memoryview], sources: list[memoryview]) -> None:
+        """Copy buffers of one length, each to each."""
+        if self._course is not None:
+            self._course.copy(targets, sources)
+            return
+        for target, source in zip(targets, sources, strict=True):
+            copy(target, source)
 
     def _admit(self, name: bytes, fd: int, info: os.stat_result, seen: list[FileId]) -> Flaw | None:
         seen.append(FileId.of(_still_there(info)))
@@ -206,11 +281,15 @@ class ChunkStore:
 
     def look(self, names: Iterable[bytes]) -> list[bool]:
         """Per name, whether a file that can be this chunk is there now."""
+        asked = list(names)
+        plain: list[bool | None] = [None] * len(asked)
+        if self._course is not None:
+            plain = self._course.look(asked)
         answers: list[bool] = []
         found = True
-        for name in names:
+        for name, answer in zip(asked, plain, strict=True):
             # Prefixes are asked for: what follows a hit is likely one, and so with misses.
-            found = self._look(name, likely=found)
+            found = self._look(name, likely=found) if answer is None else answer
             answers.append(found)
         return answers
 

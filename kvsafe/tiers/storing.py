@@ -11,6 +11,8 @@ from kvsafe.tiers.ledger import whole_pages
 from kvsafe.tiers.outcome import DONE, PRESENT, Answer, Outcome, outcome_of
 from kvsafe.tiers.room import Room
 
+_NO_ROOM = "capacity or reserve"
+
 
 class Storing:
     """Writes, publishes, and undoes what failed. Thread-safe."""
@@ -26,18 +28,55 @@ class Storing:
         self._counts = counts
         self._charge = whole_pages(folders.row_bytes)
 
+    def begin(self) -> Outcome | None:
+        """Take the room of one row. None if there is some; raises `OSError`."""
+        return None if self._room.take(self._charge) else Outcome(Answer.NO_ROOM, _NO_ROOM)
+
+    def temporary(self) -> str:
+        """A new name to write under."""
+        return self._lease.temporary()
+
     def store(
         self, folder: int, bucket: str, file: str, row: memoryview, wanted: Callable[[], bool]
     ) -> Outcome:
         """Write and publish with room that was taken. `folder` is the bucket, open."""
-        outcome = self._write_in(folder, file, row, wanted)
-        if outcome.answer is Answer.DONE:
-            self._room.offer_one(bucket, file)
-        elif outcome.answer is Answer.PRESENT:
+        temporary = self.temporary()
+        written = False
+        try:
+            self._writer.write(folder, temporary, row)
+            written = True
+            if not wanted():
+                return self.undo(folder, temporary, Outcome(Answer.LATE), written)
+            self._writer.publish(folder, temporary, file)
+        except OSError as exc:
+            return self.failed(folder, bucket, temporary, exc, written)
+        return self.published(folder, bucket, file)
+
+    def failed(
+        self, folder: int, bucket: str, temporary: str, error: OSError, written: bool
+    ) -> Outcome:
+        """What an error of writing or publishing comes to; what was written is removed.
+
+        `written`: the whole file was there, so only a rename can have taken it away.
+        """
+        if isinstance(error, FileExistsError):
+            self.undo(folder, temporary, PRESENT, written)
             return self.present(bucket)
-        elif outcome.answer is Answer.MISSING:
+        outcome = self.undo(folder, temporary, outcome_of(error), written)
+        if outcome.answer is Answer.MISSING:
             self._folders.forget_bucket(bucket)  # removed behind our back; the next one is new
         return outcome
+
+    def published(self, folder: int, bucket: str, file: str) -> Outcome:
+        """It has its name: its room is spent, and the name made to survive, if that is set."""
+        self._room.spent(self._charge)
+        try:
+            self._writer.settle(folder)
+        except OSError as exc:
+            # It is there and whole, but may not survive a power loss.
+            return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
+        self._room.offer_one(bucket, file)
+        return DONE
 
     def present(self, bucket: str) -> Outcome:
         """Somebody has stored it; it is reported, so its name has to survive as ours does."""
@@ -49,30 +88,8 @@ class Storing:
                 return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
         return PRESENT
 
-    def _write_in(
-        self, folder: int, file: str, row: memoryview, wanted: Callable[[], bool]
-    ) -> Outcome:
-        temporary = self._lease.temporary()
-        written = False
-        try:
-            self._writer.write(folder, temporary, row)
-            written = True
-            if not wanted():
-                return self._undo(folder, temporary, Outcome(Answer.LATE), written)
-            self._writer.publish(folder, temporary, file)
-        except FileExistsError:
-            return self._undo(folder, temporary, PRESENT, written)
-        except OSError as exc:
-            return self._undo(folder, temporary, outcome_of(exc), written)
-        self._room.spent(self._charge)
-        try:
-            self._writer.settle(folder)
-        except OSError as exc:
-            # It is there and whole, but may not survive a power loss.
-            return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
-        return DONE
-
-    def _undo(self, folder: int, temporary: str, outcome: Outcome, written: bool) -> Outcome:
+    def undo(self, folder: int, temporary: str, outcome: Outcome, written: bool) -> Outcome:
+        """Remove what was written and give its room back; the outcome as it is given."""
         try:
             self._calls.unlink(folder, temporary)
         except FileNotFoundError:

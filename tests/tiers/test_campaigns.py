@@ -124,7 +124,7 @@ def test_a_full_disk_finds_what_is_left_lying(disk: Path) -> None:
         self._room.give_back(self._charge)
         return outcome
 
-    with seeded(Storing, "_undo", forgetful):
+    with seeded(Storing, "undo", forgetful):
         stored, answers = full.writers(disk / "s") if _made(disk) else (set(), {})
     assert stored
     assert answers["NO_ROOM"]

@@ -176,7 +176,7 @@ def test_f10_one_buffer_for_all_threads_is_noticed_and_not_served(world: FsWorld
     calls = faulty(world)
     # The first read has filled the buffer and is held; the second fills it anew.
     calls.plan("read", stalled(both, before=False), 1, 1)
-    with patch.object(ThreadBuffers, "get", lambda self: shared):
+    with patch.object(ThreadBuffers, "get_all", lambda self: [shared]):
         first, second = world.request(), world.request()
         while world.lookup(A, first) in (LookupResult.RETRY, LookupResult.HIT_PENDING):
             world.step()

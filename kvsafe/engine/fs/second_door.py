@@ -89,28 +89,40 @@ class SealingFsTier(KVSafeFsTier):
         self._seal.epochs.poll()
         super().on_schedule_end(context)
 
-    def _store_one(self, job: Job, place: int, row: memoryview, ticket: Ticket) -> Outcome:
-        name, key = job.names[place], bytes(job.keys[place])
+    def _store_some(self, job: Job, places: range, ticket: Ticket) -> list[Outcome]:
+        buffers = self._buffers.get_all()
+        answers: list[Outcome | None] = []
+        for place, buffer in zip(places, buffers, strict=False):
+            if not ticket.renew(self._clock()):
+                return []
+            with self._row(job.rows[place]) as row:
+                answers.append(self._sealed(job, place, row, buffer, ticket))
+        new = [at for at, answer in enumerate(answers) if answer is None]
+        names = [job.names[places[at]] for at in new]
+        stored = iter(self._store_rows(names, [buffers[at] for at in new], ticket))
+        late = Outcome(Answer.LATE)
+        return [next(stored, late) if answer is None else answer for answer in answers]
+
+    def _sealed(
+        self, job: Job, place: int, row: memoryview, buffer: memoryview, ticket: Ticket
+    ) -> Outcome | None:
+        """Seal a row into a buffer; None if it is to be stored now."""
         if not self._seal.epochs.certain:
             return Outcome(Answer.UNREACHABLE, "the epoch is not certain")
-        standing = self.store.standing(name)
+        standing = self.store.standing(job.names[place])
         if standing is not None:
             return standing
-        buffer = self._buffers.get()
         self._seal.take_in(buffer, row)
         # The row was this chunk's for as long as nobody has answered for the job.
         if not ticket.wanted:
             return Outcome(Answer.LATE)
-        refusal = self._seal.seal(buffer, key, job.epoch)
-        if refusal is not None:
-            return Outcome(Answer.UNREACHABLE, str(refusal), refusal)
-        return self.store.put(name, buffer, wanted=lambda: ticket.wanted)
+        refusal = self._seal.seal(buffer, bytes(job.keys[place]), job.epoch)
+        return None if refusal is None else Outcome(Answer.UNREACHABLE, str(refusal), refusal)
 
-    def _load_one(self, job: Job, place: int, buffer: memoryview) -> Outcome:
-        name, key = job.names[place], bytes(job.keys[place])
-        outcome = self.store.get(name, buffer)
+    def _judged(self, job: Job, place: int, buffer: memoryview, outcome: Outcome) -> Outcome:
         if not outcome.good:
             return outcome
+        name, key = job.names[place], bytes(job.keys[place])
         refusal = self._seal.open(buffer, key, job.epoch, self.tier_type)
         if refusal is None:
             return outcome
@@ -118,8 +130,9 @@ class SealingFsTier(KVSafeFsTier):
         self._note_object(OffloadKey(name), refusal, moved)
         return Outcome(Answer.REFUSED, str(refusal), refusal, moved)
 
-    def _fill_row(self, row: memoryview, buffer: memoryview) -> None:
-        self._seal.give_out(row, buffer)
+    def _fill_rows(self, rows: list[memoryview], buffers: list[memoryview]) -> None:
+        for row, buffer in zip(rows, buffers, strict=True):
+            self._seal.give_out(row, buffer)
 
     def _note(self, job_id: int, place: int, outcome: Outcome) -> None:
         if outcome.answer is Answer.REFUSED:

@@ -49,12 +49,12 @@ from kvsafe.tiers import (
     StoreSetting,
     Ticket,
 )
-from kvsafe.tiers.buffers import ThreadBuffers, copy
+from kvsafe.tiers.buffers import ThreadBuffers
 
 TIER_TYPE = "kvsafe-fs"
 _PAUSE_S = 0.001
-_AT_ONCE = 8
-_AT_ONCE_BYTES = 1 << 20
+_AT_ONCE = 16
+_AT_ONCE_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class KVSafeFsTier(SecondaryTierManager):
         chosen = checked_options(options)
         if "locality" in chosen:
             self.locality = Locality(chosen["locality"])
-        self._deadline_s = float(chosen.get("deadline_s", 10.0))
+        self._deadline_s = _deadline_s(chosen)
         self._row_bytes = int(self.block_size_bytes)
         self._rows = memoryview(primary_kv_view).cast("B")
         file_bytes, quarantine = self._prepare(offloading_spec)
@@ -103,10 +103,11 @@ class KVSafeFsTier(SecondaryTierManager):
             if getattr(wanted, "enable_kv_cache_events", False)
             else None
         )
-        self._buffers = ThreadBuffers(file_bytes)
-        self._desk = LookupDesk()
         # Small rows go several to a thread at once: handing over costs as much as reading.
         self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // file_bytes))
+        self._buffers = ThreadBuffers(file_bytes, self._at_once)
+        self._desk = LookupDesk()
+        self._answers_due = False
         self._clock = self.store.calls.clock
         threads = int(chosen.get("threads", 16))
         # Half prefers loads, half stores; lookups have a thread that never transfers.
@@ -155,6 +156,10 @@ class KVSafeFsTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT, MISS, or RETRY while the answer is on its way (never longer than deadlines)."""
+        if self._answers_due:
+            # What came in since the last step: else each answer would wait for one step more.
+            self._answers_due = False
+            self._collect()
         found = self._desk.ask(self._name(key), req_context.req_id)
         if found is None:
             return LookupResult.RETRY
@@ -165,6 +170,7 @@ class KVSafeFsTier(SecondaryTierManager):
         for batch in self._desk.batches():
             self._pool.submit(LOOK, tuple(batch), partial(self._look, batch))
         self._collect()
+        self._answers_due = True
 
     def _look(self, names: list[bytes], ticket: Ticket) -> list[bool]:
         return self.store.look(names)
@@ -206,42 +212,44 @@ class KVSafeFsTier(SecondaryTierManager):
         return self._rows[row * self._row_bytes : (row + 1) * self._row_bytes]
 
     def _store_some(self, job: Job, places: range, ticket: Ticket) -> list[Outcome]:
-        outcomes = []
-        for place in places:
-            if not ticket.renew(self._clock()):
-                break
-            with self._row(job.rows[place]) as row:
-                outcomes.append(self._store_one(job, place, row, ticket))
-        return outcomes
+        names = [job.names[place] for place in places]
+        rows = [self._row(job.rows[place]) for place in places]
+        return self._store_rows(names, rows, ticket)
 
-    def _store_one(self, job: Job, place: int, row: memoryview, ticket: Ticket) -> Outcome:
-        return self.store.put(job.names[place], row, wanted=lambda: ticket.wanted)
+    def _store_rows(
+        self, names: list[bytes], rows: list[memoryview], ticket: Ticket
+    ) -> list[Outcome]:
+        return self.store.put_all(
+            names,
+            rows,
+            wanted=lambda: ticket.wanted,
+            more=lambda: ticket.renew(self._clock()),
+        )
 
     def _load_some(self, job: Job, places: range, ticket: Ticket) -> list[Outcome]:
-        buffer = self._buffers.get()
-        outcomes = []
-        filled = []
-        for place in places:
-            if not ticket.renew(self._clock()):
-                break
-            outcome = self._load_one(job, place, buffer)
-            # From the claim to the end of the copy the row cannot be given away.
-            if outcome.good and ticket.claim():
-                with self._row(job.rows[place]) as row:
-                    self._fill_row(row, buffer)
-                filled.append(place)
-            outcomes.append(outcome)
-        # All in a row, while what they take to open is at hand; and as long as they are the job's.
-        if self.on_filled is not None and ticket.claim():
-            for place in filled:
-                self.on_filled(job.number, place)
+        buffers = self._buffers.get_all()[: len(places)]
+        names = [job.names[place] for place in places]
+        outcomes = self.store.get_all(names, buffers, more=lambda: ticket.renew(self._clock()))
+        outcomes = [
+            self._judged(job, place, buffer, outcome)
+            for place, buffer, outcome in zip(places, buffers, outcomes, strict=False)
+        ]
+        filled = [at for at, outcome in enumerate(outcomes) if outcome.good]
+        # From the claim to the end no row of it can be given away.
+        if filled and ticket.claim():
+            rows = [self._row(job.rows[places[at]]) for at in filled]
+            self._fill_rows(rows, [buffers[at] for at in filled])
+            if self.on_filled is not None:
+                for at in filled:
+                    self.on_filled(job.number, places[at])
         return outcomes
 
-    def _load_one(self, job: Job, place: int, buffer: memoryview) -> Outcome:
-        return self.store.get(job.names[place], buffer)
+    def _judged(self, job: Job, place: int, buffer: memoryview, outcome: Outcome) -> Outcome:
+        """What a load comes to: rows that come sealed are opened by whoever has asked for them."""
+        return outcome
 
-    def _fill_row(self, row: memoryview, buffer: memoryview) -> None:
-        copy(row, buffer)
+    def _fill_rows(self, rows: list[memoryview], buffers: list[memoryview]) -> None:
+        self.store.copy(rows, buffers)
 
     def _collect(self) -> None:
         for tag, result in self._pool.poll():
@@ -344,6 +352,10 @@ def checked_options(options: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{TIER_TYPE}:", under(TIER_TYPE, refused.problems)) from None
 
 
+def _deadline_s(chosen: dict[str, Any]) -> float:
+    return float(chosen.get("deadline_s", 10.0))
+
+
 def _setting(chosen: dict[str, Any], file_bytes: int, quarantine: str) -> StoreSetting:
     names = ("capacity_bytes", "reserve_bytes", "ttl_s", "sync", "direct_io")
     return StoreSetting(
@@ -351,5 +363,6 @@ def _setting(chosen: dict[str, Any], file_bytes: int, quarantine: str) -> StoreS
         row_bytes=file_bytes,
         quarantine=chosen.get("quarantine", quarantine),
         flaw_number=int(RefusalKind.TIER_OBJECT),
+        batch_s=_deadline_s(chosen) / 4,
         **{name: chosen[name] for name in names if name in chosen},
     )

@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The plain course of many chunk files in one call, so that the interpreter's lock is handed over
+ * once for all of them. Loaded by batch.py through ctypes; needs nothing but the C library.
+ *
+ * Nothing is decided here. What does not go exactly as it should (a file that is not there, not
+ * plain, cut, too old; any error of any call) is answered ASIDE or with its errno, and the caller
+ * takes that one file the long way, in Python, where refusals, quarantine and errors are. No byte
+ * of a file is looked at. No memory is allocated, nothing is waited for but the kernel.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { PLAIN = 0, ASIDE = -1, ABSENT = -2 };
+
+/* What a file must be. Times in nanoseconds since 1970. */
+struct rule {
+    int64_t bytes;       /* its exact length */
+    int64_t written_min; /* written before this: outlived */
+    int64_t used_min;    /* used before this: its time of use is set to `now` */
+    int64_t now;
+    int64_t until;       /* CLOCK_MONOTONIC: no further file is begun after it */
+    uint32_t mode;       /* type and permissions, exactly */
+    uint32_t owner;
+};
+
+/* Which file it was. */
+struct seen {
+    uint64_t inode;
+    int64_t written;
+};
+
+static int64_t in_ns(const struct timespec *time)
+{
+    return (int64_t)time->tv_sec * 1000000000 + time->tv_nsec;
+}
+
+static int is_over(const struct rule *rule)
+{
+    struct timespec time;
+    return clock_gettime(CLOCK_MONOTONIC, &time) != 0 || in_ns(&time) > rule->until;
+}
+
+static int is_plain(const struct stat *info, const struct rule *rule)
+{
+    return info->st_mode == rule->mode && info->st_uid == rule->owner && info->st_nlink == 1
+        && info->st_size == rule->bytes && in_ns(&info->st_mtim) >= rule->written_min;
+}
+
+/* Per name: PLAIN, ABSENT, or ASIDE. */
+EXPORT void kvsafe_look(int64_t count, const int *folders, const char *const *names,
+                        const struct rule *rule, int32_t *answers)
+{
+    for (int64_t i = 0; i < count; i++) {
+        struct stat info;
+        if (fstatat(folders[i], names[i], &info, AT_SYMLINK_NOFOLLOW) == 0)
+            answers[i] = is_plain(&info, rule) ? PLAIN : ASIDE;
+        else
+            answers[i] = errno == ENOENT ? ABSENT : ASIDE;
+    }
+}
+
+/* The time of use, where it is not recent; the time of writing stays. */
+static int mark_used(int fd, const struct stat *info, const struct rule *rule)
+{
+    if (in_ns(&info->st_atim) >= rule->used_min)
+        return 0;
+    struct timespec times[2] = {
+        { .tv_sec = rule->now / 1000000000, .tv_nsec = rule->now % 1000000000 },
+        info->st_mtim,
+    };
+    return futimens(fd, times);
+}
+
+static int32_t read_open(int fd, char *into, const struct rule *rule, struct seen *seen)
+{
+    struct stat info;
+    if (fstat(fd, &info) != 0 || !is_plain(&info, rule) || mark_used(fd, &info, rule) != 0)
+        return ASIDE;
+    seen->inode = info.st_ino;
+    seen->written = in_ns(&info.st_mtim);
+    return pread(fd, into, (size_t)rule->bytes, 0) == rule->bytes ? PLAIN : ASIDE;
+}
+
+/* Read whole files into buffers of `rule->bytes`. Per file: PLAIN, or ASIDE (buffer undefined). */
+EXPORT void kvsafe_read(int64_t count, const int *folders, const char *const *names,
+                        char *const *buffers, int flags, const struct rule *rule,
+                        int32_t *answers, struct seen *seen)
+{
+    for (int64_t i = 0; i < count; i++) {
+        answers[i] = ASIDE;
+        if (i > 0 && is_over(rule))
+            continue;
+        int fd = openat(folders[i], names[i], flags);
+        if (fd < 0)
+            continue;
+        answers[i] = read_open(fd, buffers[i], rule, &seen[i]);
+        if (close(fd) != 0)
+            answers[i] = ASIDE;
+    }
+}
+
+static int32_t write_open(int fd, const char *row, const struct rule *rule, int sync)
+{
+    ssize_t taken = pwrite(fd, row, (size_t)rule->bytes, 0);
+    if (taken < 0)
+        return errno;
+    if (taken != rule->bytes)
+        return ASIDE;
+    return sync && fdatasync(fd) != 0 ? errno : PLAIN;
+}
+
+/* Make new files from rows of `rule->bytes`. Per file: PLAIN, an errno, or ASIDE (a part of it is
+ * there, or it was not begun). */
+EXPORT void kvsafe_write(int64_t count, const int *folders, const char *const *names,
+                         const char *const *rows, int flags, int sync, const struct rule *rule,
+                         int32_t *answers)
+{
+    for (int64_t i = 0; i < count; i++) {
+        answers[i] = ASIDE;
+        if (i > 0 && is_over(rule))
+            continue;
+        int fd = openat(folders[i], names[i], flags, 0600);
+        if (fd < 0) {
+            answers[i] = errno;
+            continue;
+        }
+        answers[i] = write_open(fd, rows[i], rule, sync);
+        if (close(fd) != 0 && answers[i] == PLAIN)
+            answers[i] = errno;
+    }
+}
+
+/* Give files their names, never replacing. Per file: PLAIN or an errno. */
+EXPORT void kvsafe_publish(int64_t count, const int *folders, const char *const *names,
+                           const char *const *new_names, int32_t *answers)
+{
+    for (int64_t i = 0; i < count; i++) {
+        int done = renameat2(folders[i], names[i], folders[i], new_names[i], RENAME_NOREPLACE);
+        answers[i] = done == 0 ? PLAIN : errno;
+    }
+}
+
+/* Copy `bytes` from each to each; they do not overlap. */
+EXPORT void kvsafe_copy(int64_t count, char *const *to, const char *const *from, int64_t bytes)
+{
+    for (int64_t i = 0; i < count; i++)
+        memcpy(to[i], from[i], (size_t)bytes);
+}

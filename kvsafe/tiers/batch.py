@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door to `batch.c`: many files in one call, without the interpreter's lock.
+
+The shared object is built beside this file when the package is installed, if there is a C
+compiler; without it `Batch.load()` is None and everything goes the long way, one call a file.
+See `spec/decisions/0012-batches-in-c.md`.
+"""
+
+import ctypes
+import errno
+import importlib.machinery
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvsafe.tiers.calls import OPEN_FLAGS
+from kvsafe.tiers.outcome import FileId
+
+PLAIN = 0
+ASIDE = -1
+"""Not as it should be, or not begun: to be taken the long way."""
+ABSENT = -2
+
+SUFFIXES = importlib.machinery.EXTENSION_SUFFIXES
+_NEVER = -(1 << 63)
+_MODE = stat.S_IFREG | 0o600
+
+
+class Rule(ctypes.Structure):
+    """What a file must be to go the plain course. Times in ns; see `struct rule`."""
+
+    _fields_ = (
+        ("bytes", ctypes.c_int64),
+        ("written_min", ctypes.c_int64),
+        ("used_min", ctypes.c_int64),
+        ("now", ctypes.c_int64),
+        ("until", ctypes.c_int64),
+        ("mode", ctypes.c_uint32),
+        ("owner", ctypes.c_uint32),
+    )
+
+    @classmethod
+    def of(
+        cls, row_bytes: int, now: float, until: float, ttl_s: float | None, fresh_s: float
+    ) -> "Rule":
+        """For files of one row. `now` in seconds since 1970, `until` of the monotonic clock."""
+        now_ns = int(now * 1e9)
+        return cls(
+            row_bytes,
+            _NEVER if ttl_s is None else int((now - ttl_s) * 1e9),
+            int((now - fresh_s) * 1e9),
+            now_ns,
+            int(until * 1e9),
+            _MODE,
+            os.geteuid(),
+        )
+
+
+class _Seen(ctypes.Structure):
+    _fields_ = (("inode", ctypes.c_uint64), ("written", ctypes.c_int64))
+
+
+class Batch:
+    """The functions of `batch.c`. Every sequence has one entry a file. Thread-safe."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name in ("look", "read", "write", "publish", "copy"):
+            getattr(library, f"kvsafe_{name}").restype = None
+
+    @classmethod
+    def load(cls) -> "Batch | None":
+        """The shared object beside this file; None where it was not built, or cannot be loaded."""
+        here = _beside()
+        for suffix in SUFFIXES:
+            path = here / f"_batch{suffix}"
+            if path.is_file():
+                try:
+                    return cls(ctypes.CDLL(str(path)))
+                except (OSError, AttributeError):
+                    return None
+        return None
+
+    def look(self, folders: Sequence[int], names: Sequence[bytes], rule: Rule) -> list[int]:
+        """Per name PLAIN, ABSENT or ASIDE."""
+        count = _same_length(names, folders)
+        answers = (ctypes.c_int32 * count)()
+        self._library.kvsafe_look(
+            ctypes.c_int64(count), _ints(folders), _texts(names), ctypes.byref(rule), answers
+        )
+        return answers[:]
+
+    def read(
+        self,
+        folders: Sequence[int],
+        names: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        direct: bool,
+        rule: Rule,
+    ) -> list[FileId | None]:
+        """Fill buffers of `rule.bytes`. Per file which it was, None for the long way."""
+        count = _same_length(names, folders, buffers)
+        _check_lengths(buffers, rule.bytes)
+        answers, seen = (ctypes.c_int32 * count)(), (_Seen * count)()
+        held = _Places(buffers)
+        self._library.kvsafe_read(
+            ctypes.c_int64(count),
+            _ints(folders),
+            _texts(names),
+            held.array,
+            ctypes.c_int(os.O_RDONLY | OPEN_FLAGS | (os.O_DIRECT if direct else 0)),
+            ctypes.byref(rule),
+            answers,
+            seen,
+        )
+        return [
+            FileId(which.inode, which.written) if answer == PLAIN else None
+            for answer, which in zip(answers, seen, strict=True)
+        ]
+
+    def write(
+        self,
+        folders: Sequence[int],
+        names: Sequence[bytes],
+        rows: Sequence[memoryview],
+        direct: bool,
+        sync: bool,
+        rule: Rule,
+    ) -> list[int]:
+        """Make new files of rows of `rule.bytes`. Per file PLAIN, ASIDE or an errno."""
+        count = _same_length(names, folders, rows)
+        _check_lengths(rows, rule.bytes)
+        answers = (ctypes.c_int32 * count)()
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | OPEN_FLAGS
+        held = _Places(rows)
+        self._library.kvsafe_write(
+            ctypes.c_int64(count),
+            _ints(folders),
+            _texts(names),
+            held.array,
+            ctypes.c_int(flags | (os.O_DIRECT if direct else 0)),
+            ctypes.c_int(sync),
+            ctypes.byref(rule),
+            answers,
+        )
+        return answers[:]
+
+    def publish(
+        self, folders: Sequence[int], names: Sequence[bytes], new_names: Sequence[bytes]
+    ) -> list[int]:
+        """Rename within each folder, never replacing. Per file PLAIN or an errno."""
+        count = _same_length(names, folders, new_names)
+        answers = (ctypes.c_int32 * count)()
+        self._library.kvsafe_publish(
+            ctypes.c_int64(count), _ints(folders), _texts(names), _texts(new_names), answers
+        )
+        return answers[:]
+
+    def copy(self, targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
+        """Copy each to each; all of one length, writable, and none over another."""
+        if not targets:
+            return
+        count = _same_length(targets, sources)
+        length = targets[0].nbytes
+        _check_lengths(targets, length)
+        _check_lengths(sources, length)
+        to, source = _Places(targets), _Places(sources)
+        self._library.kvsafe_copy(
+            ctypes.c_int64(count), to.array, source.array, ctypes.c_int64(length)
+        )
+
+
+def error_of(answer: int) -> OSError:
+    """The error that an errno of `write` or `publish` stands for; EIO for ASIDE."""
+    code = answer if answer > 0 else errno.EIO
+    return OSError(code, os.strerror(code))
+
+
+def _same_length(first: Sequence[object], *others: Sequence[object]) -> int:
+    """How many files: C reads that many of each. Raises `ValueError` for our own misuse."""
+    for other in others:
+        if len(other) != len(first):
+            raise ValueError(f"{len(first)} and {len(other)} entries for one batch")
+    return len(first)
+
+
+def _check_lengths(views: Sequence[memoryview], length: int) -> None:
+    for view in views:
+        if view.nbytes != length:
+            raise ValueError(f"a buffer of {view.nbytes} bytes, not {length}")
+
+
+def _ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * len(values))(*values)
+
+
+def _texts(values: Sequence[bytes]) -> ctypes.Array[ctypes.c_char_p]:
+    return (ctypes.c_char_p * len(values))(*values)
+
+
+class _Places:
+    """Where buffers begin, for C. They stay exported meanwhile, so that none is unmapped."""
+
+    __slots__ = ("_held", "array")
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._held = [ctypes.c_char.from_buffer(view) for view in views]
+        self.array = (ctypes.c_void_p * len(views))(*map(ctypes.addressof, self._held))
+
+
+def _beside() -> Path:
+    return Path(__file__).parent

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many files in one call: nothing comes of it that would not have come of them one by one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from kvsafe.tiers import Answer, ChunkStore, batch
+from kvsafe.tiers.batch import Batch, Rule
+from kvsafe.tiers.calls import QuickOs
+from tests.tiers.faults import FaultyOs
+from tests.tiers.stores import (
+    ROW,
+    holds,
+    name_of,
+    path_of,
+    put,
+    quarantined,
+    row_of,
+    store_at,
+    temporaries,
+)
+
+LIBRARY = Batch.load()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="batch.c was not built: no C compiler")
+
+GOOD, ODD, LAST = 1, 2, 3
+"""Three names of one batch; what is odd lies in the middle."""
+
+
+def _nothing(path: Path) -> None:
+    path.unlink()
+
+
+def _longer(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+def _shorter(path: Path) -> None:
+    os.truncate(path, ROW - 1)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _link(path: Path) -> None:
+    elsewhere = path.parent.parent.parent / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def _dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir(0o700)
+
+
+def _socket(path: Path) -> None:
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as one, _inside(path.parent):
+        one.bind(path.name)
+
+
+@contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _readable(path: Path) -> None:
+    path.chmod(0o644)
+
+
+def _second_name(path: Path) -> None:
+    os.link(path, path.parent.parent.parent / "second")
+
+
+def _somebody_elses(path: Path) -> None:
+    os.chown(path, 12345, -1)
+
+
+def _old(path: Path) -> None:
+    info = path.stat()
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns - 10**12))
+
+
+def _no_bucket(path: Path) -> None:
+    path.unlink()
+    path.parent.rename(path.parent.with_name("moved"))
+
+
+def _as_it_was(path: Path) -> None:
+    """The positive control."""
+
+
+ODDITIES: tuple[Callable[[Path], None], ...] = (
+    _as_it_was,
+    _nothing,
+    _longer,
+    _shorter,
+    _empty,
+    _link,
+    _dangling,
+    _fifo,
+    _folder,
+    _socket,
+    _readable,
+    _second_name,
+    _somebody_elses,
+    _old,
+    _no_bucket,
+)
+TTL_S = 500.0
+
+
+@pytest.fixture(params=ODDITIES, ids=lambda odd: odd.__name__.strip("_"))
+def odd(request: pytest.FixtureRequest) -> Callable[[Path], None]:
+    """What has become of the second of three files."""
+    chosen: Callable[[Path], None] = request.param
+    if chosen is _somebody_elses and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    return chosen
+
+
+@contextmanager
+def _both(root: Path) -> Iterator[tuple[ChunkStore, ChunkStore]]:
+    """A store that takes many files in one call, and one that takes them one by one."""
+    with (
+        store_at(root / "many", ttl_s=TTL_S) as many,
+        store_at(root / "single", QuickOs(), ttl_s=TTL_S) as single,
+    ):
+        assert many.in_batches
+        with patch.object(single, "_course", None):
+            assert not single.in_batches
+            yield many, single
+
+
+def _spoil(store: ChunkStore, odd: Callable[[Path], None]) -> None:
+    for number in (GOOD, ODD, LAST):
+        assert put(store, number).answer is Answer.DONE
+    odd(path_of(store, ODD))
+
+
+def _names() -> list[bytes]:
+    return [name_of(number) for number in (GOOD, ODD, LAST)]
+
+
+def _rows() -> list[memoryview]:
+    return [memoryview(bytearray(row_of(number))) for number in (GOOD, ODD, LAST)]
+
+
+def test_looking(tmp_path: Path, odd: Callable[[Path], None]) -> None:
+    with _both(tmp_path) as both:
+        seen = []
+        for store in both:
+            _spoil(store, odd)
+            seen.append((store.look(_names()), len(quarantined(Path(store.setting.root)))))
+        assert seen[0] == seen[1]
+        assert seen[0][0] == [True, odd in (_as_it_was,), True]
+
+
+def test_loading(tmp_path: Path, odd: Callable[[Path], None]) -> None:
+    with _both(tmp_path) as both:
+        seen = []
+        for store in both:
+            _spoil(store, odd)
+            into = [memoryview(bytearray(ROW)) for _ in range(3)]
+            outcomes = store.get_all(_names(), into)
+            for number, outcome, row in zip((GOOD, ODD, LAST), outcomes, into, strict=True):
+                assert not outcome.good or row == row_of(number)
+            aside = [path.name.split(".")[0] for path in quarantined(Path(store.setting.root))]
+            seen.append((outcomes, aside))
+        assert seen[0] == seen[1]
+        answers = [outcome.answer for outcome in seen[0][0]]
+        assert answers[::2] == [Answer.DONE, Answer.DONE]
+        assert (answers[1] is Answer.DONE) == (odd is _as_it_was)
+
+
+def test_storing(tmp_path: Path, odd: Callable[[Path], None]) -> None:
+    with _both(tmp_path) as both:
+        seen = []
+        for store in both:
+            _spoil(store, odd)
+            path_of(store, LAST).unlink()
+            outcomes = store.put_all(_names(), _rows())
+            good = [holds(store, number) for number in (GOOD, ODD, LAST)]
+            assert temporaries(Path(store.setting.root)) == []
+            seen.append((outcomes, good, len(quarantined(Path(store.setting.root)))))
+        assert seen[0] == seen[1]
+        answers = [outcome.answer for outcome in seen[0][0]]
+        assert answers[0] is Answer.PRESENT and answers[2] is Answer.DONE
+        assert seen[0][1] == [True, True, True]
+
+
+def test_a_store_that_is_no_longer_wanted_publishes_nothing(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        held = store.room.held
+        outcomes = store.put_all(_names(), _rows(), wanted=lambda: False)
+        assert [outcome.answer for outcome in outcomes] == [Answer.LATE] * 3
+        assert store.look(_names()) == [False] * 3
+        assert temporaries(tmp_path / "s") == []
+        assert store.room.held >= held and store.room._in_flight == 0
+        assert [o.answer for o in store.put_all(_names(), _rows())] == [Answer.DONE] * 3
+
+
+def test_what_is_not_begun_in_time_goes_by_itself(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s", batch_s=-1.0) as store:
+        asked: list[str] = []
+
+        def more() -> bool:
+            asked.append("more")
+            return True
+
+        assert [o.answer for o in store.put_all(_names(), _rows(), more=more)] == [Answer.DONE] * 3
+        assert len(asked) == 2
+        into = [memoryview(bytearray(ROW)) for _ in range(3)]
+        assert [o.answer for o in store.get_all(_names(), into, more=more)] == [Answer.DONE] * 3
+        assert len(asked) == 4
+        assert [bytes(row) for row in into] == [row_of(number) for number in (GOOD, ODD, LAST)]
+        assert temporaries(tmp_path / "s") == [] and store.room._in_flight == 0
+
+
+def test_work_that_was_given_up_ends_where_it_is(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s", batch_s=-1.0) as store:
+        assert len(store.put_all(_names(), _rows(), more=lambda: False)) == 1
+        into = [memoryview(bytearray(ROW)) for _ in range(3)]
+        assert len(store.get_all(_names(), into, more=lambda: False)) == 1
+
+
+def test_every_row_is_paid_for_and_none_beyond_the_capacity(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s", capacity_bytes=5 * ROW) as store:
+        numbers = range(40)
+        names = [name_of(number) for number in numbers]
+        rows = [memoryview(bytearray(row_of(number))) for number in numbers]
+        for first in range(0, 40, 8):
+            part = slice(first, first + 8)
+            answers = {outcome.answer for outcome in store.put_all(names[part], rows[part])}
+            assert answers <= {Answer.DONE, Answer.NO_ROOM}
+            there = [number for number in numbers if holds(store, number)]
+            assert len(there) * ROW <= store.charged <= 5 * ROW
+            assert len(there) + store.room.held // ROW >= 4
+
+
+def test_a_name_twice_in_one_batch_is_one_file(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        rows = [memoryview(bytearray(row_of(GOOD))) for _ in range(3)]
+        outcomes = store.put_all([name_of(GOOD)] * 3, rows)
+        answers = [outcome.answer for outcome in outcomes]
+        assert answers == [Answer.DONE, Answer.PRESENT, Answer.PRESENT]
+        assert temporaries(tmp_path / "s") == [] and holds(store, GOOD)
+        assert store.room._in_flight == 0
+
+
+def test_use_is_noted_and_the_time_of_writing_kept(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        put(store, GOOD)
+        path = path_of(store, GOOD)
+        os.utime(path, ns=(10**9, 2 * 10**9))
+        assert store.get_all([name_of(GOOD)], [memoryview(bytearray(ROW))])[0].good
+        info = path.stat()
+        assert info.st_mtime_ns == 2 * 10**9
+        assert store.calls.now() - info.st_atime < 60
+
+
+def test_a_file_that_was_read_in_a_batch_can_be_quarantined(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        put(store, GOOD)
+        put(store, ODD)
+        into = [memoryview(bytearray(ROW)) for _ in range(2)]
+        assert all(o.good for o in store.get_all([name_of(GOOD), name_of(ODD)], into))
+        # A file that another process has put there since is left alone.
+        path_of(store, ODD).rename(tmp_path / "kept")
+        put(store, ODD)
+        assert store.quarantine(name_of(GOOD), 1001, "refused")
+        assert not store.quarantine(name_of(ODD), 1001, "refused")
+        assert not holds(store, GOOD) and holds(store, ODD)
+
+
+def test_faults_that_are_put_into_calls_meet_the_long_way(tmp_path: Path) -> None:
+    """Whoever sits in the seam of calls sees every one of them."""
+    calls = FaultyOs()
+    with store_at(tmp_path / "s", calls) as store:
+        assert not store.in_batches
+        assert [o.answer for o in store.put_all(_names(), _rows())] == [Answer.DONE] * 3
+        assert calls.made["write"] >= 3
+
+
+def test_without_a_shared_object_files_go_one_by_one(tmp_path: Path) -> None:
+    with patch.object(batch, "_beside", lambda: tmp_path):
+        assert Batch.load() is None
+        (tmp_path / f"_batch{batch.SUFFIXES[0]}").write_bytes(b"not a library")
+        assert Batch.load() is None
+        with store_at(tmp_path / "s") as store:
+            assert not store.in_batches
+            assert [o.answer for o in store.put_all(_names(), _rows())] == [Answer.DONE] * 3
+            assert all(holds(store, number) for number in (GOOD, ODD, LAST))
+
+
+def test_our_own_misuse_raises(tmp_path: Path) -> None:
+    assert LIBRARY is not None
+    rule = Rule.of(ROW, 0.0, 0.0, None, 0.0)
+    row, short = memoryview(bytearray(ROW)), memoryview(bytearray(ROW - 1))
+    for wrong in (
+        lambda: LIBRARY.read([0], [b"a"], [short], False, rule),
+        lambda: LIBRARY.read([0], [b"a", b"b"], [row], False, rule),
+        lambda: LIBRARY.read([0], [b"a"], [row, row], False, rule),
+        lambda: LIBRARY.write([0], [b"a"], [short], False, False, rule),
+        lambda: LIBRARY.write([0], [], [row], False, False, rule),
+        lambda: LIBRARY.look([], [b"a"], rule),
+        lambda: LIBRARY.publish([0], [b"a"], []),
+        lambda: LIBRARY.copy([row], [short]),
+        lambda: LIBRARY.copy([row], []),
+    ):
+        with pytest.raises(ValueError, match=r"bytes, not|entries for one batch"):
+            wrong()
+    with pytest.raises(TypeError):
+        LIBRARY.copy([row], [memoryview(bytes(ROW))])
