@@ -68,7 +68,7 @@ machines: setup ## vLLM's managers and ours in lockstep with the lifecycle machi
 	KVSAFE_LONG=20 $(PYTEST) tests/lockstep --timeout=7200
 
 faults: setup ## kvsafe-fs: kills, power loss, failing calls, full disks, a crowd of processes, long
-	@for name in kills power calls full crowd; do $(PY) -m fuzz.campaigns.$$name || exit 1; done
+	@for name in kills power calls batches full crowd; do $(PY) -m fuzz.campaigns.$$name || exit 1; done
 
 fuzz: setup ## every fuzz target for ten minutes
 	@$(PY) -m kvsafe.cli.main fuzz all --seconds 600 --jobs 2

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fuzz.campaigns.rows import ROW, is_content_of, judge_of, name_of, row_of
 from kvsafe.tiers import Answer, ChunkStore, Os, StoreRefused, StoreSetting
+from kvsafe.tiers.batch import Batch
 
 HEAL = 1_000_000
 """The number of a chunk that no workload stores: the reopened store stores it."""
@@ -87,9 +88,15 @@ def setting(root: Path, capacity: int, **changes: object) -> StoreSetting:
     return StoreSetting(str(root), ROW, capacity, **chosen)  # type: ignore[arg-type]
 
 
-def opened(root: Path, capacity: int, calls: Os | None = None, **changes: object) -> ChunkStore:
+def opened(
+    root: Path,
+    capacity: int,
+    calls: Os | None = None,
+    batch: Batch | None = None,
+    **changes: object,
+) -> ChunkStore:
     """A store whose first count is over. Raises `TimeoutError` if it does not end."""
-    store = ChunkStore(setting(root, capacity, **changes), calls)
+    store = ChunkStore(setting(root, capacity, **changes), calls, batch)
     if not store.keeper.wait_counted(1, 60.0):
         store.close()
         raise TimeoutError("the first count did not end")

@@ -34,12 +34,19 @@ OnFlaw = Callable[[bytes, Flaw, bool], None]
 class ChunkStore:
     """One process on one store folder."""
 
-    def __init__(self, setting: StoreSetting, calls: Os | None = None) -> None:
+    def __init__(
+        self, setting: StoreSetting, calls: Os | None = None, batch: Batch | None = None
+    ) -> None:
+        """Open it. `calls` and `batch` are for tests: both are the ordinary ones if left out.
+
+        Raises `StoreRefused`. With `calls` of somebody's own, every call goes through them.
+        """
         if setting.row_bytes < 1 or setting.capacity_bytes < whole_pages(setting.row_bytes):
             raise StoreRefused(
                 f"capacity_bytes {setting.capacity_bytes} holds no row of {setting.row_bytes}"
             )
         self.setting = setting
+        batch = batch or (Batch.load() if calls is None else None)
         self.calls = calls = calls or QuickOs()
         self.folders = folders = Folders(
             calls, setting.root, setting.row_bytes, setting.flaw_number
@@ -47,16 +54,21 @@ class ChunkStore:
         with contextlib.ExitStack() as held:
             held.callback(folders.close)
             try:
-                self._assemble(setting, calls, folders, held)
+                self._assemble(setting, folders, held, batch)
             except OSError as exc:
                 raise StoreRefused(f"{setting.root} cannot be used: {exc}") from exc
             self.keeper.start()
             self._held = held.pop_all()
 
     def _assemble(
-        self, setting: StoreSetting, calls: Os, folders: Folders, held: contextlib.ExitStack
+        self,
+        setting: StoreSetting,
+        folders: Folders,
+        held: contextlib.ExitStack,
+        batch: Batch | None,
     ) -> None:
         """Put the parts together; `held` lets go of what was opened."""
+        calls = folders.calls
         self.direct = self._direct(setting, folders)
         ledger = Ledger(calls, folders, setting.lock_wait_s)
         held.callback(ledger.close)
@@ -70,15 +82,15 @@ class ChunkStore:
         self._reader = Reader(calls, folders, self.direct)
         self._charge = whole_pages(setting.row_bytes)
         self.counts: Counter[str] = Counter()
-        self._course = self._plain_course(setting, folders)
+        self._course = self._plain_course(setting, folders, batch)
         self._storing = Storing(folders, self.lease, self.room, writer, self.counts)
         self._quarantine = Quarantine(folders, self.room, setting.quarantine, self.counts)
         self.on_flaw: OnFlaw | None = None
 
-    def _plain_course(self, setting: StoreSetting, folders: Folders) -> PlainCourse | None:
-        """None where something sits in the seam of calls, or where files go one by one anyway."""
-        batch = Batch.load() if type(folders.calls) is QuickOs and folders.atomic else None
-        if batch is None:
+    def _plain_course(
+        self, setting: StoreSetting, folders: Folders, batch: Batch | None
+    ) -> PlainCourse | None:
+        if batch is None or not folders.atomic:
             return None
         return PlainCourse(
             batch, folders, self.direct, setting.sync, setting.ttl_s, setting.batch_s
