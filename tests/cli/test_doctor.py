@@ -37,6 +37,7 @@ from kvsafe.cli.doctor.state import State, examine_state
 from kvsafe.engine.config import PROVEN_VLLM_VERSIONS
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.suites import Suite
+from kvsafe.tiers.batch import Batch
 from tests.cli.shelf import NAMESPACE, Caller, Shelf, flip, other_state
 from tests.seal.rows import EPOCH, World
 from tests.tiers.faults import FaultyOs, failing
@@ -103,6 +104,19 @@ def test_a_good_installation_is_good(ready: Shelf, call: Caller) -> None:
     assert code == 0
     assert text.startswith("ok           python")
     assert " 0 bad, " in text.splitlines()[-1]
+
+
+def test_how_small_rows_go_is_told(
+    ready: Shelf, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, name = json.dumps(config(ready)), f"store {ready.root}"
+    monkeypatch.setattr(Batch, "load", lambda: object())
+    _, document = call.json("doctor", "--config", given)
+    assert "small rows go many in one call" in found(document, name, "ok")
+    monkeypatch.setattr(Batch, "load", lambda: None)
+    code, document = call.json("doctor", "--config", given)
+    assert code == 0
+    assert "install a C compiler" in found(document, name, "warn")
 
 
 def test_before_the_first_start_nothing_is_made(tmp_path: Path, call: Caller) -> None:

@@ -20,6 +20,7 @@ from kvsafe.cli.doctor.finding import Finding, bad, ok, unknown, warn
 from kvsafe.cli.inspect.screen import amount
 from kvsafe.cli.inspect.tree import Tree
 from kvsafe.tiers import Os
+from kvsafe.tiers.batch import Batch
 from kvsafe.tiers.buffers import ThreadBuffers
 from kvsafe.tiers.calls import can_rename_new
 from kvsafe.tiers.outcome import FULL
@@ -212,7 +213,7 @@ class _Probe:
         self._file = f".kvsafe-doctor-{secrets.token_hex(8)}"
 
     def findings(self) -> Iterator[Finding]:
-        """Write, sync, rename, direct I/O, locks, notes."""
+        """Write, sync, rename, batches, direct I/O, locks, notes."""
         name = self._store.name
         try:
             fd = self._calls.open(self._root, self._file, os.O_CREAT | os.O_EXCL | os.O_RDWR)
@@ -226,6 +227,7 @@ class _Probe:
             yield self._note(fd)
             if self._store.kind != "fs":
                 yield self._rename()
+                yield self._batches()
                 yield self._lock(fd)
         finally:
             self._calls.close(fd)
@@ -269,6 +271,16 @@ class _Probe:
             said = f"neither renames that never replace, nor links: {exc.strerror}"
             return bad(name, said, "use another file system")
         return ok(name, "publishes by link and unlink: it has no rename that never replaces")
+
+    def _batches(self) -> Finding:
+        name = self._store.name
+        if Batch.load() is None:
+            said = "small rows go one by one, more slowly: kvsafe's C object was not built"
+            return warn(name, said, "install a C compiler, then kvsafe anew")
+        with contextlib.suppress(OSError):
+            if can_rename_new(self._root, self._file):
+                return ok(name, "small rows go many in one call")
+        return warn(name, "small rows go one by one, more slowly: no rename that never replaces")
 
     def _direct(self) -> Finding:
         name = self._store.name
