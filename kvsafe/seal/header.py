@@ -5,7 +5,6 @@ Parsing here never judges; it reads numbers from bounded places. The judging, in
 order, is `kvsafe.seal.opening`.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvsafe.seal.layout import FIXED, RECORD
@@ -46,8 +45,7 @@ class WriterRecord(NamedTuple):
     tag: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """A header whose tag was right: the values that a reader may now rely on."""
 
     fixed: FixedPart
@@ -68,6 +66,11 @@ def read_fixed(row: Bytes) -> FixedPart:
 def read_record(row: Bytes, offset: int) -> WriterRecord:
     """Read one writer record at a byte offset that the caller has bounded."""
     return WriterRecord._make(RECORD.unpack_from(row, offset))
+
+
+def read_records(head: bytes, start: int, end: int) -> tuple[WriterRecord, ...]:
+    """Read the writer records that fill bytes `start .. end`, which the caller has bounded."""
+    return tuple(map(WriterRecord._make, RECORD.iter_unpack(head[start:end])))
 
 
 def bitmap(slots: int, written: range | tuple[int, ...] | list[int]) -> bytes:

@@ -20,6 +20,8 @@ PAGE_BYTES = 4096
 FIXED = struct.Struct("<8sHHI8sQQQQIIIIIHH32s32s")
 # rank, reserved, offset in the payload, length, generation, tag
 RECORD = struct.Struct("<IIQQQ32s")
+# the numbers of a slice context: rank, key length, offset, length, epoch, generation
+CONTEXT = struct.Struct("<IIQQQQ")
 
 MAX_KEY_BYTES = 128
 MAX_SLOTS = 4096

@@ -11,9 +11,10 @@ authentic and a refusal says what it honestly is: another key, another model, an
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvsafe.seal.explaining import explain_geometry, explain_identity
-from kvsafe.seal.header import FixedPart, Header, WriterRecord, read_fixed, read_record
+from kvsafe.seal.header import FixedPart, Header, WriterRecord, read_fixed, read_records
 from kvsafe.seal.keyring import Keyring, SealKey
 from kvsafe.seal.layout import (
     FIXED,
@@ -25,7 +26,6 @@ from kvsafe.seal.layout import (
     MAX_SLOTS,
     MAX_WRITERS,
     PAGE_BYTES,
-    RECORD,
     RowLayout,
     coverage_bytes,
     record_offset,
@@ -33,11 +33,17 @@ from kvsafe.seal.layout import (
 from kvsafe.seal.layout import Slice as WriterSlice
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.seal.sealing import require_suite, slice_context
-from kvsafe.seal.suites import TAG_BYTES, Suite, tags_equal
+from kvsafe.seal.suites import TAG_BYTES, Bytes, Suite, tags_equal
 
 __all__ = ["Expectation", "Opener", "Spans", "explain_identity", "read_claims", "read_outer"]
 
 _SUITES = [suite.value for suite in Suite]
+_FIRST_BYTES = PAGE_BYTES
+"""What is read of a row before its lengths are known; no header is shorter."""
+_KEPT_SPANS = 64
+"""Far more sets of lengths than one engine meets; foreign ones cost time, not memory."""
+_SHAPE = ("header_bytes", "payload_bytes", "slots", "row_bytes")
+"""What step 8 compares of a layout, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,9 @@ class Opener:
 
     def __init__(self, expectation: Expectation) -> None:
         self._want = expectation
+        layout = expectation.layout
+        self._shape = tuple(getattr(layout, name) for name in _SHAPE)
+        self._tail_at = layout.header_bytes + layout.payload_bytes
 
     def open(
         self, row: memoryview, key: bytes, epoch: int, wanted: Iterable[int] = ()
@@ -109,10 +118,7 @@ class Opener:
             fixed,
             head[spans.key : spans.coverage],
             head[spans.coverage : spans.identity],
-            tuple(
-                read_record(head, spans.records + RECORD.size * index)
-                for index in range(fixed.writers)
-            ),
+            read_records(head, spans.records, spans.tag),
         )
         return (
             _check_key(header, key)
@@ -164,35 +170,36 @@ class Opener:
     def _check_geometry(
         self, head: bytes, fixed: FixedPart, spans: Spans, row_bytes: int
     ) -> Refusal | None:
-        want, layout = self._want, self._want.layout
+        want = self._want
         shape = (fixed.header_bytes, fixed.payload_bytes, fixed.slots, row_bytes)
-        live = (layout.header_bytes, layout.payload_bytes, layout.slots, layout.row_bytes)
-        if shape != live:
-            names = ("header_bytes", "payload_bytes", "slots", "row_bytes")
-            name = next(n for n, a, b in zip(names, live, shape, strict=True) if a != b)
-            index = names.index(name)
-            return Refusal.of(RefusalKind.GEOMETRY, name, live[index], shape[index])
+        if shape != self._shape:
+            pairs = zip(_SHAPE, self._shape, shape, strict=True)
+            name, live, found = next(pair for pair in pairs if pair[1] != pair[2])
+            return Refusal.of(RefusalKind.GEOMETRY, name, live, found)
         document = head[spans.geometry : spans.filler]
         if fixed.geometry_digest == want.geometry_digest and document == want.geometry_document:
             return None
         return explain_geometry(want.suite, want.geometry_document, document, fixed.geometry_digest)
 
     def _check_writers(self, header: Header) -> Refusal | None:
-        slices = self._want.layout.slices
-        if len(header.records) != len(slices):
-            return Refusal.of(RefusalKind.WRITER, "writers", len(slices), len(header.records))
-        for place, record in zip(slices, header.records, strict=True):
-            if refusal := _check_writer(place, record, header.fixed.generation):
+        slices, records = self._want.layout.slices, header.records
+        generation = header.fixed.generation
+        if len(records) != len(slices):
+            return Refusal.of(RefusalKind.WRITER, "writers", len(slices), len(records))
+        for index, place in enumerate(slices):
+            if refusal := _check_writer(place, records[index], generation):
                 return refusal
         return None
 
     def _check_padding(self, row: memoryview, head: bytes, spans: Spans) -> Refusal | None:
+        want = self._want
+        filler = head[spans.filler : spans.records]
+        if filler != want.zeros(len(filler)):
+            return Refusal.of(RefusalKind.PADDING, "filler", "zero bytes", "other bytes")
         # As bytes: comparing memoryviews goes element by element and costs more than the tag.
-        layout = self._want.layout
-        tail = bytes(row[layout.header_bytes + layout.payload_bytes : layout.row_bytes])
-        for name, padding in (("filler", head[spans.filler : spans.records]), ("tail", tail)):
-            if padding != self._want.zeros(len(padding)):
-                return Refusal.of(RefusalKind.PADDING, name, "zero bytes", "other bytes")
+        tail = row[self._tail_at : want.layout.row_bytes].tobytes()
+        if tail != want.zeros(len(tail)):
+            return Refusal.of(RefusalKind.PADDING, "tail", "zero bytes", "other bytes")
         return None
 
 
@@ -201,12 +208,13 @@ def read_outer(
 ) -> tuple[FixedPart, Spans, bytes] | Refusal:
     """Steps 1 to 4 without any expectation of an engine: is this an authentic header?
 
-    Returns its fixed part, the places of its variable parts, and a copy of its bytes: what
-    was checked is what is used, also if the row changes meanwhile.
+    Returns its fixed part, the places of its variable parts, and a copy of its bytes. Each of
+    them is read once: what was checked is what is used, also if the row changes meanwhile.
 
     Used by `open_header` and by tools that look at chunks of unknown engines.
     """
-    fixed = _read_magic(row, len(row))
+    head = row[:_FIRST_BYTES].tobytes()
+    fixed = _read_magic(head, len(row))
     if isinstance(fixed, Refusal):
         return fixed
     seal_key = _check_terms(fixed, suite, keyring)
@@ -215,9 +223,9 @@ def read_outer(
     spans = _check_lengths(fixed, len(row))
     if isinstance(spans, Refusal):
         return spans
-    head = bytes(row[: fixed.header_bytes])
+    head += row[_FIRST_BYTES : fixed.header_bytes].tobytes()
     tag = suite.tag(keyring.subkey(seal_key, "header"), memoryview(head)[: spans.tag])
-    if not tags_equal(tag, head[spans.tag :]) or read_fixed(head) != fixed:
+    if not tags_equal(tag, head[spans.tag :]):
         return Refusal.of(RefusalKind.HEADER_TAG, "header tag", "the tag of these bytes", "another")
     return fixed, spans, head
 
@@ -237,8 +245,8 @@ def read_claims(head: memoryview, row_bytes: int) -> tuple[FixedPart, Spans] | R
     return spans if isinstance(spans, Refusal) else (fixed, spans)
 
 
-def _read_magic(head: memoryview, row_bytes: int) -> FixedPart | Refusal:
-    if min(row_bytes, len(head)) < FIXED.size:
+def _read_magic(head: Bytes, row_bytes: int) -> FixedPart | Refusal:
+    if row_bytes < FIXED.size or len(head) < FIXED.size:
         return Refusal.of(RefusalKind.TOO_SHORT, "row", f"at least {FIXED.size}", row_bytes)
     fixed = read_fixed(head)
     if fixed.magic != MAGIC:
@@ -253,7 +261,7 @@ def _check_format(fixed: FixedPart, suite: Suite | None) -> Refusal | None:
     if suite is None:
         if fixed.suite not in _SUITES:
             return Refusal.of(RefusalKind.SUITE, "suite", f"one of {_SUITES}", fixed.suite)
-    elif fixed.suite != suite.value:
+    elif fixed.suite != suite:
         # Also the refusal of a downgrade: a keyed reader never accepts an unkeyed chunk.
         return Refusal.of(RefusalKind.SUITE, "suite", suite.value, fixed.suite)
     if fixed.flags or fixed.reserved:
@@ -272,23 +280,15 @@ def _check_terms(fixed: FixedPart, suite: Suite, keyring: Keyring) -> SealKey | 
 
 def _check_lengths(fixed: FixedPart, row_bytes: int) -> Spans | Refusal:
     header = fixed.header_bytes
-    if header % PAGE_BYTES or not PAGE_BYTES <= header <= min(row_bytes, MAX_HEADER_BYTES):
+    if header % PAGE_BYTES or not PAGE_BYTES <= header <= MAX_HEADER_BYTES or header > row_bytes:
         return Refusal.of(
             RefusalKind.HEADER_LENGTH,
             "header_bytes",
             f"pages within {row_bytes}",
             header,
         )
-    for name, value, low, high in (
-        ("key_bytes", fixed.key_bytes, 1, MAX_KEY_BYTES),
-        ("slots", fixed.slots, 1, MAX_SLOTS),
-        ("identity_bytes", fixed.identity_bytes, 1, MAX_DOCUMENT_BYTES),
-        ("geometry_bytes", fixed.geometry_bytes, 1, MAX_DOCUMENT_BYTES),
-    ):
-        if not low <= value <= high:
-            return Refusal.of(RefusalKind.DOCUMENT_LENGTH, name, f"{low} to {high}", value)
-    if not 1 <= fixed.writers <= MAX_WRITERS:
-        return Refusal.of(RefusalKind.WRITER_COUNT, "writers", f"1 to {MAX_WRITERS}", fixed.writers)
+    if refusal := _check_counts(fixed):
+        return refusal
     spans = _spans(fixed)
     if spans.filler > spans.records:
         return Refusal.of(RefusalKind.DOCUMENT_LENGTH, "header", spans.records, spans.filler)
@@ -302,18 +302,52 @@ def _check_lengths(fixed: FixedPart, row_bytes: int) -> Spans | Refusal:
     return spans
 
 
+def _check_counts(fixed: FixedPart) -> Refusal | None:
+    """Each declared number by itself against the limit of the format."""
+    if not 1 <= fixed.key_bytes <= MAX_KEY_BYTES:
+        return _outside("key_bytes", MAX_KEY_BYTES, fixed.key_bytes)
+    if not 1 <= fixed.slots <= MAX_SLOTS:
+        return _outside("slots", MAX_SLOTS, fixed.slots)
+    if not 1 <= fixed.identity_bytes <= MAX_DOCUMENT_BYTES:
+        return _outside("identity_bytes", MAX_DOCUMENT_BYTES, fixed.identity_bytes)
+    if not 1 <= fixed.geometry_bytes <= MAX_DOCUMENT_BYTES:
+        return _outside("geometry_bytes", MAX_DOCUMENT_BYTES, fixed.geometry_bytes)
+    if not 1 <= fixed.writers <= MAX_WRITERS:
+        return Refusal.of(RefusalKind.WRITER_COUNT, "writers", f"1 to {MAX_WRITERS}", fixed.writers)
+    return None
+
+
+def _outside(name: str, limit: int, found: int) -> Refusal:
+    return Refusal.of(RefusalKind.DOCUMENT_LENGTH, name, f"1 to {limit}", found)
+
+
 def _spans(fixed: FixedPart) -> Spans:
-    coverage = FIXED.size + fixed.key_bytes
-    identity = coverage + coverage_bytes(fixed.slots)
-    geometry = identity + fixed.identity_bytes
+    return _spans_of(
+        fixed.header_bytes,
+        fixed.key_bytes,
+        fixed.slots,
+        fixed.identity_bytes,
+        fixed.geometry_bytes,
+        fixed.writers,
+    )
+
+
+@lru_cache(maxsize=_KEPT_SPANS)
+def _spans_of(
+    header: int, key: int, slots: int, identity: int, geometry: int, writers: int
+) -> Spans:
+    """The places that follow from the lengths, which are the same for all chunks of an engine."""
+    at_coverage = FIXED.size + key
+    at_identity = at_coverage + coverage_bytes(slots)
+    at_geometry = at_identity + identity
     return Spans(
         key=FIXED.size,
-        coverage=coverage,
-        identity=identity,
-        geometry=geometry,
-        filler=geometry + fixed.geometry_bytes,
-        records=record_offset(fixed.header_bytes, fixed.writers, 0),
-        tag=fixed.header_bytes - TAG_BYTES,
+        coverage=at_coverage,
+        identity=at_identity,
+        geometry=at_geometry,
+        filler=at_geometry + geometry,
+        records=record_offset(header, writers, 0),
+        tag=header - TAG_BYTES,
     )
 
 

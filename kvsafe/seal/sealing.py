@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvsafe.seal.header import FixedPart, WriterRecord, read_record
 from kvsafe.seal.keyring import Keyring
 from kvsafe.seal.layout import (
+    CONTEXT,
     FIXED,
     FORMAT_VERSION,
     MAGIC,
@@ -34,11 +35,8 @@ def slice_context(
     Binding them here as well as in the header keeps a slice from standing for another one
     even before its header exists.
     """
-    head = place.rank.to_bytes(4, "little") + len(key).to_bytes(4, "little")
-    numbers = b"".join(
-        value.to_bytes(8, "little") for value in (place.offset, place.length, epoch, generation)
-    )
-    return head + numbers + identity_digest + key
+    numbers = CONTEXT.pack(place.rank, len(key), place.offset, place.length, epoch, generation)
+    return numbers + identity_digest + key
 
 
 def require_suite(suite: Suite, keyring: Keyring) -> None:

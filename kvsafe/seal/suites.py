@@ -9,6 +9,7 @@ import enum
 import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Final
 
 from blake3 import blake3
@@ -17,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
-from kvsafe.seal.keyring import SuiteName
+from kvsafe.seal.keyring import MAX_KEYS, SuiteName
 
 TAG_BYTES = 32
 DIGEST_BYTES = 32
@@ -67,19 +68,16 @@ class Suite(enum.IntEnum):
 
     def tag(self, subkey: bytes, message: Bytes) -> bytes:
         """32-byte tag of one contiguous message."""
+        if self in _SHA256:
+            return hmac_sha256(subkey, message)
         if self is Suite.BLAKE3_KEYED:
             return blake3(message, key=subkey).digest()
-        if self in _SHA256:
-            return hmac.digest(subkey, message, "sha256")
         return self.tag_parts(subkey, (message,))
 
     def tag_parts(self, subkey: bytes, parts: Iterable[Bytes]) -> bytes:
         """32-byte tag of the concatenation of `parts`, without copying them together."""
         if self in _SHA256:
-            mac = hmac.new(subkey, digestmod=hashlib.sha256)
-            for part in parts:
-                mac.update(part)
-            return mac.digest()
+            return hmac_sha256(subkey, *parts)
         if self is Suite.BLAKE3_KEYED:
             hasher = blake3(key=subkey)
         else:
@@ -95,8 +93,8 @@ class Suite(enum.IntEnum):
             return self.tag_parts(subkey, (context, body))
         # The GMAC is a fast hash under a secret and never leaves this function. With its constant
         # nonce it would give its key away; what is told is a pseudo-random function of it.
-        secret = hmac.digest(subkey, b"\1" + context, "sha256")
-        return hmac.digest(subkey, b"\2" + context + gmac(secret, body), "sha256")
+        secret = hmac_sha256(subkey, b"\1" + context)
+        return hmac_sha256(subkey, b"\2" + context + gmac(secret, body))
 
 
 _LABELS: Final[Mapping[Suite, SuiteName]] = {
@@ -108,9 +106,38 @@ _LABELS: Final[Mapping[Suite, SuiteName]] = {
 _SHA256: Final = frozenset((Suite.HMAC_SHA256, Suite.AES256_GMAC))
 """Suites whose digests are SHA-256 and whose tags are HMAC-SHA-256."""
 
+_LOCKED_BYTES: Final = 2047
+_SHORT_BYTES: Final = 16 << 10
+_KEPT_KEYS: Final = 2 * MAX_KEYS + 2
+"""All subkeys of a ring: two of each key, one for names and one for state files."""
 _NONCE: Final = bytes(12)
 _PIECE_BYTES: Final = 1 << 30
 """The library takes less than 2 GiB in one call."""
+
+
+def hmac_sha256(key: bytes, *parts: Bytes) -> bytes:
+    """HMAC-SHA-256 (RFC 2104) of the concatenation of `parts`, without copying them together.
+
+    The same as `hmac.digest`, which hashes the key anew for every message: for a short one that
+    takes longer than the message. A header goes in pieces for which `hashlib` keeps the
+    interpreter's lock (its documentation: up to 2047 bytes): handing the lock to another thread
+    and waiting for it costs many times what the header does.
+    """
+    mac = _begun(key).copy()
+    for part in parts:
+        if _LOCKED_BYTES < len(part) <= _SHORT_BYTES:
+            view = memoryview(part)
+            for start in range(0, len(view), _LOCKED_BYTES):
+                mac.update(view[start : start + _LOCKED_BYTES])
+        else:
+            mac.update(part)
+    return mac.digest()
+
+
+@lru_cache(maxsize=_KEPT_KEYS)
+def _begun(key: bytes) -> hmac.HMAC:
+    """An HMAC that has taken in its key and nothing else."""
+    return hmac.new(key, digestmod="sha256")
 
 
 def gmac(key: bytes, message: Bytes) -> bytes:

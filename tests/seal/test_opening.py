@@ -2,13 +2,14 @@
 """Opening: every wrong row gets its one right answer, and every refusal has a case."""
 
 import ast
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 
 from kvsafe.seal import opening
-from kvsafe.seal.header import Header
-from kvsafe.seal.opening import read_outer
+from kvsafe.seal.header import FixedPart, Header, read_record, read_records
+from kvsafe.seal.opening import Spans, read_claims, read_outer
 from kvsafe.seal.refusal import MEANINGS, Refusal, RefusalKind, bounded
 from kvsafe.seal.suites import Suite, tags_equal
 from tests.seal.cases import BY_NAME, CASES, Case, check
@@ -144,6 +145,64 @@ def test_a_row_that_changes_after_its_tag_was_checked_changes_no_answer(
     assert (header.key, header.fixed.epoch) == (KEY, EPOCH)
     monkeypatch.undo()
     assert kind_of(world.open(row)) == "501 key"
+
+
+@pytest.mark.parametrize("writers", [1, 60], ids=["one page", "two pages"])
+@pytest.mark.parametrize("torn", [False, True], ids=["quiet", "changing"])
+def test_a_row_that_changes_while_it_is_read_is_one_chunk_or_none(
+    writers: int, torn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the lengths and the rest another chunk of the same shape comes into the row."""
+    world = World(slices=(16,) * writers)
+    assert (world.layout.header_bytes > 4096) is (writers > 1)
+    row, other = world.chunk(), world.chunk(OTHER_KEY, epoch=EPOCH + 1)
+    right = opening._check_lengths
+
+    def late(fixed: FixedPart, row_bytes: int) -> Spans | Refusal:
+        row[: len(other)] = other
+        return right(fixed, row_bytes)
+
+    if torn:
+        monkeypatch.setattr(opening, "_check_lengths", late)
+    header = world.opener.open_header(memoryview(row), KEY, EPOCH)
+    # Of a header of one page nothing is read a second time.
+    whole = not torn or writers == 1
+    assert kind_of(header) == ("opened" if whole else "401 header tag")
+    assert not isinstance(header, Header) or (header.key, header.fixed.epoch) == (KEY, EPOCH)
+
+
+def test_all_records_are_read_as_each_of_them() -> None:
+    world = World(slices=(16, 32, 48))
+    row = bytes(world.chunk())
+    start, length = world.part("records")
+    records = read_records(row, start, start + length)
+    assert records == tuple(read_record(row, start + 64 * index) for index in range(3))
+    assert [record.rank for record in records] == [0, 1, 2]
+
+
+def test_chunks_of_other_lengths_in_turn_have_their_own_places() -> None:
+    """The places of parts are kept from chunk to chunk, and so nobody may move them."""
+    shapes = [(writers, slots) for writers in (1, 2, 60) for slots in (1, 8, 9, 500)]
+    worlds = [World(slices=(16,) * writers, slots=slots) for writers, slots in shapes]
+    for world in (*worlds, *worlds):
+        outer = read_outer(memoryview(world.chunk()), world.suite, world.keyring)
+        assert not isinstance(outer, Refusal)
+        _, spans, head = outer
+        found = (spans.key, spans.coverage, spans.identity, spans.geometry, spans.filler)
+        names = ("key", "coverage", "identity", "geometry", "filler")
+        assert found == tuple(world.part(name)[0] for name in names)
+        assert (spans.records, spans.tag) == (world.part("records")[0], len(head) - 32)
+        with pytest.raises(FrozenInstanceError):
+            spans.key = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("shown", "row_bytes"), [(143, 8192), (8192, 143), (0, 8192), (0, 0)])
+def test_neither_a_short_row_nor_a_short_look_claims_anything(shown: int, row_bytes: int) -> None:
+    row = memoryview(World().chunk())
+    assert not isinstance(read_claims(row[:144], len(row)), Refusal)
+    claims = read_claims(row[:shown], row_bytes)
+    assert isinstance(claims, Refusal) and claims.kind is RefusalKind.TOO_SHORT
+    assert claims.found == str(row_bytes)
 
 
 def test_outer_reading_needs_no_engine() -> None:

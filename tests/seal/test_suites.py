@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvsafe.seal import suites
-from kvsafe.seal.keyring import DEFAULT_SUITE
+from kvsafe.seal.keyring import DEFAULT_SUITE, MAX_KEYS
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.seal.sealing import slice_context
-from kvsafe.seal.suites import TAG_BYTES, Suite, gmac
+from kvsafe.seal.suites import TAG_BYTES, Suite, gmac, hmac_sha256
 from tests.seal.rows import (
     EPOCH,
     GENERATION,
@@ -100,5 +102,58 @@ def test_a_reader_does_not_tell_the_tag_that_it_computed(suite: Suite) -> None:
     assert not isinstance(world.open(row), Refusal)
 
 
+def test_the_known_answers_of_hmac() -> None:
+    """RFC 4231, test cases 1, 2 and 6; the key of the last is longer than a block."""
+    cases = (
+        (b"\x0b" * 20, b"Hi There", "b0344c61d8db38535ca8afceaf0bf12b"),
+        (b"Jefe", b"what do ya want for nothing?", "5bdcc146bf60754e6a042426089575c7"),
+        (
+            b"\xaa" * 131,
+            b"Test Using Larger Than Block-Size Key - Hash Key First",
+            "60e431591ee0b67f0d8a26aacbf5b77f",
+        ),
+    )
+    for key, message, start in cases:
+        assert hmac_sha256(key, message).hex()[:32] == start
+
+
+@given(st.binary(max_size=200), st.lists(st.binary(max_size=200), max_size=4))
+@example(bytes(63), [b"x"])
+@example(bytes(64), [b"x"])
+@example(bytes(65), [b"x"])
+def test_hmac_is_that_of_the_library(key: bytes, parts: list[bytes]) -> None:
+    expected = hmac.digest(key, b"".join(parts), "sha256")
+    # Twice: what is kept of a key is not changed by a message.
+    for _ in range(2):
+        assert hmac_sha256(key, *(memoryview(part) for part in parts)) == expected
+
+
+def test_more_keys_than_are_kept() -> None:
+    keys = [number.to_bytes(32, "big") for number in range(5 * MAX_KEYS)]
+    for key in (*keys, *keys):
+        assert hmac_sha256(key, b"message") == hmac.digest(key, b"message", "sha256")
+
+
+def test_threads_share_a_key() -> None:
+    # Longer than what is hashed without giving other threads their turn.
+    messages = [bytes([number]) * 50_000 for number in range(8)] * 8
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda message: hmac_sha256(SUBKEY, message), messages))
+    assert found == [hmac.digest(SUBKEY, message, "sha256") for message in messages]
+
+
 def test_the_default_is_keyed() -> None:
     assert Suite.named(DEFAULT_SUITE).keyed
+
+
+LONG_AND_SHORT = (0, 1, 2046, 2047, 2048, 2049, 4064, 4094, 4095, 16383, 16384, 16385, 70000)
+
+
+@pytest.mark.parametrize("length", LONG_AND_SHORT)
+def test_an_hmac_in_pieces_is_the_hmac_of_the_whole(length: int) -> None:
+    message = bytes(range(256)) * (length // 256 + 1)
+    message = message[:length]
+    expected = hmac.digest(SUBKEY, message, "sha256")
+    assert hmac_sha256(SUBKEY, message) == expected
+    assert hmac_sha256(SUBKEY, memoryview(bytearray(message))) == expected
+    assert hmac_sha256(SUBKEY, message + b"x") != expected
