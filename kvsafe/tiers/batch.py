@@ -7,7 +7,6 @@ See `spec/decisions/0012-batches-in-c.md`.
 """
 
 import ctypes
-import errno
 import importlib.machinery
 import os
 import stat
@@ -24,6 +23,7 @@ ABSENT = -2
 
 SUFFIXES = importlib.machinery.EXTENSION_SUFFIXES
 _NEVER = -(1 << 63)
+_MOST_S = 9e9
 _MODE = stat.S_IFREG | 0o600
 
 
@@ -45,13 +45,12 @@ class Rule(ctypes.Structure):
         cls, row_bytes: int, now: float, until: float, ttl_s: float | None, fresh_s: float
     ) -> "Rule":
         """For files of one row. `now` in seconds since 1970, `until` of the monotonic clock."""
-        now_ns = int(now * 1e9)
         return cls(
             row_bytes,
-            _NEVER if ttl_s is None else int((now - ttl_s) * 1e9),
-            int((now - fresh_s) * 1e9),
-            now_ns,
-            int(until * 1e9),
+            _NEVER if ttl_s is None else _ns(now - ttl_s),
+            _ns(now - fresh_s),
+            _ns(now),
+            _ns(until),
             _MODE,
             os.geteuid(),
         )
@@ -65,20 +64,23 @@ class Batch:
     """The functions of `batch.c`. Every sequence has one entry a file. Thread-safe."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        sizes = ctypes.sizeof(Rule), ctypes.sizeof(_Seen)
+        if tuple((ctypes.c_int32 * 2).in_dll(library, "kvsafe_batch_sizes")) != sizes:
+            raise ValueError("a shared object of another version")
         self._library = library
         for name in ("look", "read", "write", "publish", "copy"):
             getattr(library, f"kvsafe_{name}").restype = None
 
     @classmethod
     def load(cls) -> "Batch | None":
-        """The shared object beside this file; None where it was not built, or cannot be loaded."""
+        """The shared object beside this file; None where it was not built, or does not fit."""
         here = _beside()
         for suffix in SUFFIXES:
             path = here / f"_batch{suffix}"
             if path.is_file():
                 try:
                     return cls(ctypes.CDLL(str(path)))
-                except (OSError, AttributeError):
+                except (OSError, AttributeError, ValueError):
                     return None
         return None
 
@@ -101,7 +103,7 @@ class Batch:
     ) -> list[FileId | None]:
         """Fill buffers of `rule.bytes`. Per file which it was, None for the long way."""
         count = _same_length(names, folders, buffers)
-        _check_lengths(buffers, rule.bytes)
+        check_lengths(buffers, rule.bytes)
         answers, seen = (ctypes.c_int32 * count)(), (_Seen * count)()
         held = _Places(buffers)
         self._library.kvsafe_read(
@@ -128,9 +130,9 @@ class Batch:
         sync: bool,
         rule: Rule,
     ) -> list[int]:
-        """Make new files of rows of `rule.bytes`. Per file PLAIN, ASIDE or an errno."""
+        """Make new files of rows of `rule.bytes`. Per file PLAIN or something else."""
         count = _same_length(names, folders, rows)
-        _check_lengths(rows, rule.bytes)
+        check_lengths(rows, rule.bytes)
         answers = (ctypes.c_int32 * count)()
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | OPEN_FLAGS
         held = _Places(rows)
@@ -149,7 +151,7 @@ class Batch:
     def publish(
         self, folders: Sequence[int], names: Sequence[bytes], new_names: Sequence[bytes]
     ) -> list[int]:
-        """Rename within each folder, never replacing. Per file PLAIN or an errno."""
+        """Rename within each folder, never replacing. Per file PLAIN or something else."""
         count = _same_length(names, folders, new_names)
         answers = (ctypes.c_int32 * count)()
         self._library.kvsafe_publish(
@@ -163,18 +165,17 @@ class Batch:
             return
         count = _same_length(targets, sources)
         length = targets[0].nbytes
-        _check_lengths(targets, length)
-        _check_lengths(sources, length)
+        check_lengths(targets, length)
+        check_lengths(sources, length)
         to, source = _Places(targets), _Places(sources)
         self._library.kvsafe_copy(
             ctypes.c_int64(count), to.array, source.array, ctypes.c_int64(length)
         )
 
 
-def error_of(answer: int) -> OSError:
-    """The error that an errno of `write` or `publish` stands for; EIO for ASIDE."""
-    code = answer if answer > 0 else errno.EIO
-    return OSError(code, os.strerror(code))
+def _ns(seconds: float) -> int:
+    """Nanoseconds, within 64 bits."""
+    return int(max(-_MOST_S, min(_MOST_S, seconds)) * 1e9)
 
 
 def _same_length(first: Sequence[object], *others: Sequence[object]) -> int:
@@ -185,7 +186,8 @@ def _same_length(first: Sequence[object], *others: Sequence[object]) -> int:
     return len(first)
 
 
-def _check_lengths(views: Sequence[memoryview], length: int) -> None:
+def check_lengths(views: Sequence[memoryview], length: int) -> None:
+    """Raises `ValueError` if one of the buffers is not `length` bytes long."""
     for view in views:
         if view.nbytes != length:
             raise ValueError(f"a buffer of {view.nbytes} bytes, not {length}")

@@ -60,9 +60,13 @@ class Writer:
         self._calls.publish(bucket, temporary, bucket, name)
 
     def settle(self, bucket: int) -> None:
-        """Make the name of what was published survive, if that is set."""
+        """Make the names of what was published in a bucket survive, if that is set."""
         if self.settles:
             self._calls.fsync(bucket)
+
+    def settle_buckets(self) -> None:
+        """Make the names of buckets survive, if that is set: after `settle` of each."""
+        if self.settles:
             self._calls.fsync(self._folders.objects)
             self._folders.settle()
 

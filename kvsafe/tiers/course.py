@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plain course of many files at once: what goes as it should, in a few calls for all.
 
-What does not is handed back (None) and taken the long way by `ChunkStore`, one file at a time:
-this module refuses nothing, moves nothing into quarantine, and serves nothing that is not a
-plain file of one row. Only built where `Batch` is.
+What does not, for whatever reason, is undone, handed back (None) and taken the long way by
+`ChunkStore`, one file at a time: this module refuses nothing, moves nothing into quarantine, waits
+for no room, and serves nothing that is not a plain file of one row. Only built where `Batch` is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule, error_of
+from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule, check_lengths
 from kvsafe.tiers.buffers import page_aligned
 from kvsafe.tiers.chunkfile import Sync
 from kvsafe.tiers.folders import Folders
 from kvsafe.tiers.keeper import FRESH_S
-from kvsafe.tiers.outcome import Answer, FileId, Outcome
+from kvsafe.tiers.outcome import DONE, PRESENT, Answer, FileId, Outcome
 from kvsafe.tiers.storing import Storing
 
 Wanted = Callable[[], bool]
@@ -72,75 +72,65 @@ class PlainCourse:
         return answers
 
     def store(
-        self, names: Sequence[bytes], rows: Sequence[memoryview], storing: Storing, wanted: Wanted
+        self,
+        names: Sequence[bytes],
+        rows: Sequence[memoryview],
+        storing: Storing,
+        wanted: Wanted,
+        more: Wanted,
     ) -> list[Outcome | None]:
         """Store a row under each name; per name the outcome, None for the long way.
 
-        `wanted` is asked once, when all are written and before any is published.
+        `more` begins a new part of the work, with a deadline of its own; False: it was given up.
+        `wanted` is asked when all are written and before any is published. Raises `ValueError`
+        for a row of another length, before anything is begun.
         """
+        check_lengths(rows, self._folders.row_bytes)
         answers: list[Outcome | None] = [None] * len(names)
         with self._opened(names, make=True) as files:
             new = []
             for file, found in zip(files, self._found(files), strict=True):
                 if found == PLAIN:
-                    answers[file.at] = storing.present(file.bucket)
+                    answers[file.at] = PRESENT
                 elif found == ABSENT:
-                    answers[file.at] = short = storing.begin()
-                    if short is None:
-                        new.append(file)
-            written = self._write(new, [rows[file.at] for file in new], storing, answers)
-            if wanted():
-                self._publish(written, storing, answers)
-            else:
-                for file in written:
-                    answers[file.at] = storing.undo(*file.making, Outcome(Answer.LATE), True)
+                    new.append(file)
+            making = _Making(self._batch, storing, new)
+            try:
+                making.begin()
+                if more():
+                    making.write([rows[file.at] for file in making.begun], self._how(rows))
+                if more() and wanted():
+                    making.publish()
+            finally:
+                # Whatever happens, also a fault of our own: what was begun and not published goes.
+                making.undo()
+            for file in making.published:
+                answers[file.at] = DONE
+            self._settle(files, answers, storing, more)
         return answers
 
-    def _write(
-        self,
-        new: list["_File"],
-        rows: list[memoryview],
-        storing: Storing,
-        answers: list[Outcome | None],
-    ) -> list["_File"]:
-        """Write files under temporary names; returns those that are whole."""
-        for file in new:
-            file.temporary = storing.temporary()
-        wrote = self._batch.write(
-            [file.folder for file in new],
-            [file.temporary.encode() for file in new],
-            rows,
-            self._direct and all(map(page_aligned, rows)),
-            self._sync,
-            self._rule(),
-        )
-        whole = []
-        for file, answer in zip(new, wrote, strict=True):
-            if answer == PLAIN:
-                whole.append(file)
-            elif answer == ASIDE:  # a part of it, or nothing yet: the long way begins anew
-                storing.undo(*file.making, Outcome(Answer.LATE), False)
-            else:
-                answers[file.at] = storing.failed(
-                    file.folder, file.bucket, file.temporary, error_of(answer), False
-                )
-        return whole
+    def _how(self, rows: Sequence[memoryview]) -> tuple[bool, bool, Rule]:
+        """Whether past the page cache, whether with a sync, and by when."""
+        return self._direct and all(map(page_aligned, rows)), self._sync, self._rule()
 
-    def _publish(
-        self, written: list["_File"], storing: Storing, answers: list[Outcome | None]
+    def _settle(
+        self,
+        files: Sequence["_File"],
+        answers: list[Outcome | None],
+        storing: Storing,
+        more: Wanted,
     ) -> None:
-        published = self._batch.publish(
-            [file.folder for file in written],
-            [file.temporary.encode() for file in written],
-            [file.name.encode() for file in written],
-        )
-        for file, answer in zip(written, published, strict=True):
-            if answer == PLAIN:
-                answers[file.at] = storing.published(file.folder, file.bucket, file.name)
-            else:
-                answers[file.at] = storing.failed(
-                    file.folder, file.bucket, file.temporary, error_of(answer), True
-                )
+        """Make the names of what is reported survive, if that is set, each folder once."""
+        if not storing.settles:
+            return
+        reported = [file for file in files if answers[file.at] is not None]
+        said = {
+            folder: storing.settled_bucket(folder) if more() else _GIVEN_UP
+            for folder in {file.folder for file in reported}
+        }
+        last = storing.settled_buckets() if reported and more() else None
+        for file in reported:
+            answers[file.at] = said[file.folder] or last or answers[file.at]
 
     def copy(self, targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
         """Copy buffers of one length, each to each."""
@@ -174,6 +164,9 @@ class PlainCourse:
             self._folders.drop_all(handles)
 
 
+_GIVEN_UP = Outcome(Answer.LATE)
+
+
 @dataclass(slots=True)
 class _File:
     """One file of a batch: which name it is for, and where it is."""
@@ -184,7 +177,59 @@ class _File:
     name: str
     temporary: str = ""
 
-    @property
-    def making(self) -> tuple[int, str]:
-        """Where it is while it is written."""
-        return self.folder, self.temporary
+
+class _Making:
+    """New files on their way: begun (room taken), written, published; or undone.
+
+    Room is taken without waiting and only as far as there is some: whoever waits for room with
+    room in his hands waits for others who do the same.
+    """
+
+    def __init__(self, batch: Batch, storing: Storing, new: Sequence[_File]) -> None:
+        self._batch = batch
+        self._storing = storing
+        self._new = new
+        self.begun: list[_File] = []
+        self._written: list[_File] = []
+        self.published: list[_File] = []
+
+    def begin(self) -> None:
+        """Take room and a temporary name for each, as far as it goes."""
+        for file in self._new:
+            if not self._storing.begin_now():
+                return
+            self.begun.append(file)
+            file.temporary = self._storing.temporary()
+
+    def write(self, rows: Sequence[memoryview], how: tuple[bool, bool, Rule]) -> None:
+        """Write each under its temporary name."""
+        wrote = self._batch.write(
+            [file.folder for file in self.begun],
+            [file.temporary.encode() for file in self.begun],
+            rows,
+            *how,
+        )
+        self._written = _plain_ones(self.begun, wrote)
+
+    def publish(self) -> None:
+        """Give each that was written whole its name."""
+        named = self._batch.publish(
+            [file.folder for file in self._written],
+            [file.temporary.encode() for file in self._written],
+            [file.name.encode() for file in self._written],
+        )
+        for file in _plain_ones(self._written, named):
+            self.published.append(file)
+            self._storing.spent(file.bucket, file.name)
+
+    def undo(self) -> None:
+        """Remove what has no name, and give its room back."""
+        named = {file.at for file in self.published}
+        whole = {file.at for file in self._written}
+        for file in self.begun:
+            if file.at not in named:
+                self._storing.undo(file.folder, file.temporary, _GIVEN_UP, file.at in whole)
+
+
+def _plain_ones(files: Sequence[_File], answers: Sequence[int]) -> list[_File]:
+    return [file for file, answer in zip(files, answers, strict=True) if answer == PLAIN]

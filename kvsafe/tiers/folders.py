@@ -32,6 +32,8 @@ MAX_NAME_BYTES = 120
 # Many folders: ext4 is slow to make a file where many were removed in the last minutes.
 _BUCKET_DIGITS = 3
 _HANDLES = (32, 1 << 4 * _BUCKET_DIGITS)
+_LINGERING_PART = 8
+"""One in so many handles may stay open beside the table before batches open no more of them."""
 _LINK_GRACE_S = 60.0
 _PROBES = 8
 _CHUNK_MODE = stat.S_IFREG | 0o600
@@ -63,6 +65,7 @@ class Folders:
         self._buckets: OrderedDict[str, _Handle] = OrderedDict()
         self._handles = _handle_limit()
         self._scarce = self._handles < _HANDLES[1]
+        self._lingering = 0
         self._open: list[int] = []
         self._settled = False
         try:
@@ -213,13 +216,9 @@ class Folders:
 
     def take(self, key: str, make: bool) -> _Handle:
         """Open or find a bucket and count one more user."""
-        with self._lock:
-            handle = self._buckets.get(key)
-            if handle is not None:
-                handle.users += 1
-                if self._scarce:
-                    self._buckets.move_to_end(key)
-                return handle
+        handle = self._take_open(key)
+        if handle is not None:
+            return handle
         fd = self._folder(self.objects, key) if make else self._try_folder(self.objects, key)
         with self._lock:
             spare, handle = fd, self._buckets.get(key)
@@ -232,20 +231,28 @@ class Folders:
         return handle
 
     def take_all(self, keys: list[str], make: bool) -> list[_Handle | None]:
-        """As `take` for many; None for each that cannot be had."""
-        with self._lock:
-            handles = [self._buckets.get(key) for key in keys]
-            for key, handle in zip(keys, handles, strict=True):
-                if handle is not None:
-                    handle.users += 1
-                    if self._scarce:
-                        self._buckets.move_to_end(key)
-        return [
-            self._take_or_none(key, make) if handle is None else handle
-            for key, handle in zip(keys, handles, strict=True)
-        ]
+        """As `take` for many; None for each that cannot be had, or not without too many open."""
+        handles: list[_Handle | None] = []
+        try:
+            for key in keys:
+                handles.append(self._take_open(key) or self._take_new(key, make))
+        except BaseException:
+            self.drop_all(handles)
+            raise
+        return handles
 
-    def _take_or_none(self, key: str, make: bool) -> _Handle | None:
+    def _take_open(self, key: str) -> _Handle | None:
+        with self._lock:
+            handle = self._buckets.get(key)
+            if handle is not None:
+                handle.users += 1
+                if self._scarce:
+                    self._buckets.move_to_end(key)
+            return handle
+
+    def _take_new(self, key: str, make: bool) -> _Handle | None:
+        if self._lingering >= self._handles // _LINGERING_PART:
+            return None
         try:
             return self.take(key, make)
         except OSError:
@@ -259,6 +266,7 @@ class Folders:
                 if handle is not None:
                     handle.users -= 1
                     if handle.forgotten and handle.users == 0:
+                        self._lingering -= 1
                         closing.append(handle.fd)
         self._close_all(closing)
 
@@ -266,10 +274,15 @@ class Folders:
         closing = []
         while len(self._buckets) > self._handles:
             _, oldest = self._buckets.popitem(last=False)
-            oldest.forgotten = True
-            if oldest.users == 0:
+            if self._forget(oldest):
                 closing.append(oldest.fd)
         return closing
+
+    def _forget(self, handle: _Handle) -> bool:
+        """Whether a handle that is no longer in the table can be closed now (inside the lock)."""
+        handle.forgotten = True
+        self._lingering += handle.users > 0
+        return handle.users == 0
 
     def drop(self, handle: _Handle) -> None:
         """One user less."""
@@ -281,8 +294,7 @@ class Folders:
             handle = self._buckets.pop(key, None)
             if handle is None:
                 return
-            handle.forgotten = True
-            last = handle.users == 0
+            last = self._forget(handle)
         if last:
             self._close_all([handle.fd])
 

@@ -252,4 +252,11 @@ class Pool:
         for thread in threads:
             if thread is not None:
                 thread.join(max(0.0, deadline - self._clock()))
-        return not any(thread is not None and thread.is_alive() for thread in threads)
+        if not any(thread is not None and thread.is_alive() for thread in threads):
+            return True
+        with self._lock:
+            # What comes back after this finds that nobody wants it.
+            for worker in self._workers:
+                if worker.ticket is not None:
+                    self._late(worker.ticket)
+        return False

@@ -138,7 +138,7 @@ class ChunkStore:
         """What `put` would answer without writing; None if it would have to write."""
         if not self.look([name])[0]:
             return None
-        return self._storing.present(self.folders.place(name)[0])
+        return self._counted(self._storing.present(self.folders.place(name)[0]))
 
     def put_all(
         self,
@@ -150,12 +150,12 @@ class ChunkStore:
     ) -> list[Outcome]:
         """`put` of several rows, together as far as all goes well. Outcomes in order.
 
-        `more` is asked before each that has to go by itself; with False the rest is left, and
-        the list is shorter.
+        `more` is asked before each part that has a deadline of its own; with False the rest is
+        left, and the list is shorter.
         """
         answers: list[Outcome | None] = [None] * len(names)
         if self._course is not None:
-            answers = self._course.store(names, rows, self._storing, wanted)
+            answers = self._course.store(names, rows, self._storing, wanted, more)
         outcomes = []
         for name, row, answer in zip(names, rows, answers, strict=True):
             if answer is not None:
@@ -358,16 +358,19 @@ class ChunkStore:
         return self._expire(bucket, file)
 
     def _counted(self, outcome: Outcome) -> Outcome:
-        self.counts[outcome.answer.value] += 1
+        """Count what came of an operation; what is late is counted by whoever gave it up."""
+        if outcome.answer is not Answer.LATE:
+            self.counts[outcome.answer.value] += 1
         return outcome
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 5.0, *, stuck: bool = False) -> None:
         """Stop housekeeping and give room back. Nothing may be in flight.
 
-        Where a call is stuck the descriptors stay open, so that none is used for another file.
-        Never raises; where room could not be given back, the lease stays for whoever counts.
+        Where a call is stuck (`stuck`: one of the caller's threads) the descriptors stay open,
+        so that none of their numbers becomes that of another file. Never raises; where room could
+        not be given back, the lease stays for whoever counts.
         """
-        if not self.keeper.stop(timeout_s):
+        if not self.keeper.stop(timeout_s) or stuck:
             return
         clean = False
         try:

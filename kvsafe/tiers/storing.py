@@ -28,9 +28,18 @@ class Storing:
         self._counts = counts
         self._charge = whole_pages(folders.row_bytes)
 
+    @property
+    def settles(self) -> bool:
+        """Whether a name is made to survive before it is reported."""
+        return self._writer.settles
+
     def begin(self) -> Outcome | None:
-        """Take the room of one row. None if there is some; raises `OSError`."""
+        """Take the room of one row, waiting for it. None if there is some; raises `OSError`."""
         return None if self._room.take(self._charge) else Outcome(Answer.NO_ROOM, _NO_ROOM)
+
+    def begin_now(self) -> bool:
+        """Take the room of one row if there is some without waiting. Never raises `OSError`."""
+        return self._room.take_now(self._charge)
 
     def temporary(self) -> str:
         """A new name to write under."""
@@ -49,17 +58,18 @@ class Storing:
                 return self.undo(folder, temporary, Outcome(Answer.LATE), written)
             self._writer.publish(folder, temporary, file)
         except OSError as exc:
-            return self.failed(folder, bucket, temporary, exc, written)
-        return self.published(folder, bucket, file)
+            return self._failed(folder, bucket, temporary, exc, written)
+        self.spent(bucket, file)
+        return self.settled(folder) or DONE
 
-    def failed(
+    def _failed(
         self, folder: int, bucket: str, temporary: str, error: OSError, written: bool
     ) -> Outcome:
         """What an error of writing or publishing comes to; what was written is removed.
 
         `written`: the whole file was there, so only a rename can have taken it away.
         """
-        if isinstance(error, FileExistsError):
+        if written and isinstance(error, FileExistsError):
             self.undo(folder, temporary, PRESENT, written)
             return self.present(bucket)
         outcome = self.undo(folder, temporary, outcome_of(error), written)
@@ -67,26 +77,42 @@ class Storing:
             self._folders.forget_bucket(bucket)  # removed behind our back; the next one is new
         return outcome
 
-    def published(self, folder: int, bucket: str, file: str) -> Outcome:
-        """It has its name: its room is spent, and the name made to survive, if that is set."""
+    def spent(self, bucket: str, file: str) -> None:
+        """A file has its name: its room is spent, and it may be evicted one day."""
         self._room.spent(self._charge)
-        try:
-            self._writer.settle(folder)
-        except OSError as exc:
-            # It is there and whole, but may not survive a power loss.
-            return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
         self._room.offer_one(bucket, file)
-        return DONE
+
+    def settled(self, folder: int) -> Outcome | None:
+        """Make the names in an open bucket survive, if that is set. None if they do.
+
+        Otherwise they are there and whole, but may not survive a power loss.
+        """
+        return self.settled_bucket(folder) or self.settled_buckets()
+
+    def settled_bucket(self, folder: int) -> Outcome | None:
+        """The first half of `settled`; for several buckets the other half is done once."""
+        return self._synced(lambda: self._writer.settle(folder))
+
+    def settled_buckets(self) -> Outcome | None:
+        """The other half: the names of the buckets."""
+        return self._synced(self._writer.settle_buckets)
+
+    def _synced(self, sync: Callable[[], None]) -> Outcome | None:
+        try:
+            sync()
+        except OSError as exc:
+            return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
+        return None
 
     def present(self, bucket: str) -> Outcome:
         """Somebody has stored it; it is reported, so its name has to survive as ours does."""
-        if self._writer.settles:
-            try:
-                with self._folders.bucket(bucket) as folder:
-                    self._writer.settle(folder)
-            except OSError as exc:
-                return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
-        return PRESENT
+        if not self.settles:
+            return PRESENT
+        try:
+            with self._folders.bucket(bucket) as folder:
+                return self.settled(folder) or PRESENT
+        except OSError as exc:
+            return Outcome(Answer.UNREACHABLE, f"sync: {exc.errno}")
 
     def undo(self, folder: int, temporary: str, outcome: Outcome, written: bool) -> Outcome:
         """Remove what was written and give its room back; the outcome as it is given."""

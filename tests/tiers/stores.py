@@ -14,6 +14,8 @@ from kvsafe.tiers import ChunkStore, Os, StoreSetting
 
 ROW = 8192
 MIB = 1 << 20
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""A folder in memory, where there is one."""
 
 
 def name_of(number: int) -> bytes:

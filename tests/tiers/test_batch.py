@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from kvsafe.tiers import Answer, ChunkStore, batch
+from kvsafe.tiers import Answer, ChunkStore, batch, folders
 from kvsafe.tiers.batch import Batch, Rule
 from kvsafe.tiers.calls import QuickOs
+from kvsafe.tiers.ledger import Ledger, LedgerBusy
 from tests.tiers.faults import FaultyOs
 from tests.tiers.stores import (
+    MEMORY,
     ROW,
     holds,
     name_of,
@@ -224,28 +230,134 @@ def test_a_store_that_is_no_longer_wanted_publishes_nothing(tmp_path: Path) -> N
         assert [o.answer for o in store.put_all(_names(), _rows())] == [Answer.DONE] * 3
 
 
+class _Asked:
+    """Counts how often it is asked whether there is more to be done, and says yes so often."""
+
+    def __init__(self, yes: int = 1000) -> None:
+        self.times = 0
+        self._yes = yes
+
+    def __call__(self) -> bool:
+        self.times += 1
+        return self.times <= self._yes
+
+
 def test_what_is_not_begun_in_time_goes_by_itself(tmp_path: Path) -> None:
     with store_at(tmp_path / "s", batch_s=-1.0) as store:
-        asked: list[str] = []
-
-        def more() -> bool:
-            asked.append("more")
-            return True
-
+        more = _Asked()
         assert [o.answer for o in store.put_all(_names(), _rows(), more=more)] == [Answer.DONE] * 3
-        assert len(asked) == 2
+        assert more.times == 4  # to write, to publish, and two by themselves
         into = [memoryview(bytearray(ROW)) for _ in range(3)]
+        more = _Asked()
         assert [o.answer for o in store.get_all(_names(), into, more=more)] == [Answer.DONE] * 3
-        assert len(asked) == 4
+        assert more.times == 2
         assert [bytes(row) for row in into] == [row_of(number) for number in (GOOD, ODD, LAST)]
         assert temporaries(tmp_path / "s") == [] and store.room._in_flight == 0
 
 
-def test_work_that_was_given_up_ends_where_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("yes", range(8))
+def test_work_that_was_given_up_ends_where_it_is(tmp_path: Path, yes: int) -> None:
     with store_at(tmp_path / "s", batch_s=-1.0) as store:
-        assert len(store.put_all(_names(), _rows(), more=lambda: False)) == 1
+        outcomes = store.put_all(_names(), _rows(), more=_Asked(yes))
+        assert len(outcomes) == min(3, max(0, yes - 1))
+        assert temporaries(tmp_path / "s") == [] and store.room._in_flight == 0
+        there = sum(store.look(_names()))
+        assert there == len(outcomes)
         into = [memoryview(bytearray(ROW)) for _ in range(3)]
-        assert len(store.get_all(_names(), into, more=lambda: False)) == 1
+        seen = store.get_all(_names()[:there], into[:there], more=_Asked(yes))
+        assert len(seen) == min(there, yes + 1)
+
+
+def test_each_sync_has_a_deadline_of_its_own(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s", sync="full") as store:
+        more = _Asked()
+        assert [o.answer for o in store.put_all(_names(), _rows(), more=more)] == [Answer.DONE] * 3
+        assert more.times == 2 + 3 + 1  # to write, to publish, three buckets, their names
+        more = _Asked()
+        again = store.put_all(_names(), _rows(), more=more)
+        assert [o.answer for o in again] == [Answer.PRESENT] * 3 and more.times == 6
+
+
+def test_nobody_waits_for_room_with_room_in_his_hands(tmp_path: Path) -> None:
+    """Four times eight rows at once where sixteen fit: all are stored, and others evicted."""
+    with store_at(tmp_path / "s", capacity_bytes=16 * ROW) as store, ThreadPoolExecutor(4) as pool:
+        parts = [range(first, first + 8) for first in range(0, 160, 8)]
+        jobs = [
+            pool.submit(
+                store.put_all,
+                [name_of(number) for number in part],
+                [memoryview(bytearray(row_of(number))) for number in part],
+            )
+            for part in parts
+        ]
+        answers = Counter(outcome.answer for job in jobs for outcome in job.result(60))
+        assert answers[Answer.DONE] > 150
+        assert set(answers) <= {Answer.DONE, Answer.NO_ROOM}
+        assert store.room._in_flight == 0 and store.charged <= 16 * ROW
+
+
+def test_an_account_that_cannot_be_had_costs_its_rows_and_no_more(tmp_path: Path) -> None:
+    """The ledger is busy: as one by one, what is there is present, the rest is not stored."""
+    with _both(tmp_path) as both:
+        seen = []
+        for store in both:
+            put(store, GOOD)
+            store.room.return_unspent()
+            with patch.object(Ledger, "grant", side_effect=LedgerBusy(11, "busy")):
+                seen.append(store.put_all(_names(), _rows()))
+            assert store.room._in_flight == 0 and temporaries(Path(store.setting.root)) == []
+            assert all(outcome.good for outcome in store.put_all(_names(), _rows()))
+        assert seen[0] == seen[1]
+        answers = [outcome.answer for outcome in seen[0]]
+        assert answers == [Answer.PRESENT, Answer.UNREACHABLE, Answer.UNREACHABLE]
+
+
+@pytest.mark.parametrize("call", ["write", "publish", "look"])
+def test_a_fault_of_our_own_leaves_nothing_behind(tmp_path: Path, call: str) -> None:
+    with store_at(tmp_path / "s") as store:
+        with patch.object(Batch, call, side_effect=MemoryError), pytest.raises(MemoryError):
+            store.put_all(_names(), _rows())
+        assert store.room._in_flight == 0 and temporaries(tmp_path / "s") == []
+        assert all(handle.users == 0 for handle in store.folders._buckets.values())
+        short = [*_rows()[:2], memoryview(bytearray(ROW - 1))]
+        with pytest.raises(ValueError, match="bytes"):
+            store.put_all(_names(), short)
+        assert store.look(_names()) == [False] * 3 and store.room._in_flight == 0
+        assert [o.answer for o in store.put_all(_names(), _rows())] == [Answer.DONE] * 3
+
+
+def test_batches_open_no_more_folders_than_are_allowed(tmp_path: Path) -> None:
+    with patch.object(folders, "_handle_limit", lambda: 32), store_at(tmp_path / "s") as store:
+        names = [name_of(number) for number in range(200)]
+        row = memoryview(bytearray(row_of(0)))
+        assert all(outcome.good for outcome in store.put_all(names, [row] * 200))
+        before = len(os.listdir("/proc/self/fd"))
+        handles = store.folders.take_all([store.folders.place(name)[0] for name in names], False)
+        assert len(os.listdir("/proc/self/fd")) <= before + 32 // 8 + 1
+        assert None in handles and any(handles)
+        store.folders.drop_all(handles)
+        assert store.folders._lingering == 0
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
+        assert store.look(names) == [True] * 200
+
+
+@pytest.mark.parametrize("when", [-(10**10), 12 * 10**9, -2 * 10**10])
+def test_times_that_no_clock_tells(tmp_path: Path, when: int) -> None:
+    base = Path(tempfile.mkdtemp(dir=MEMORY)) if MEMORY else tmp_path
+    try:
+        with _both(base) as both:
+            seen = []
+            for store in both:
+                put(store, GOOD)
+                with suppress(OSError):  # not every file system holds such times
+                    os.utime(path_of(store, GOOD), ns=(when * 10**9, when * 10**9))
+                into = [memoryview(bytearray(ROW))]
+                found = store.look([name_of(GOOD)])
+                seen.append((found, store.get_all([name_of(GOOD)], into)[0].answer))
+            assert seen[0] == seen[1]
+    finally:
+        if MEMORY:
+            shutil.rmtree(base)
 
 
 def test_every_row_is_paid_for_and_none_beyond_the_capacity(tmp_path: Path) -> None:

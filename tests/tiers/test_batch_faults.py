@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,11 @@ import pytest
 from fuzz.campaigns import batches
 from fuzz.campaigns.batches import MANY, FaultyBatch
 from fuzz.campaigns.rows import ROW, is_content_of, name_of, row_of
-from kvsafe.tiers import LOAD, Answer, ChunkStore, Outcome, Pool, StoreSetting
+from kvsafe.tiers import LOAD, STORE, Answer, ChunkStore, Outcome, Pool, StoreSetting, Ticket
 from kvsafe.tiers.batch import Batch
 from kvsafe.tiers.calls import QuickOs
 from kvsafe.tiers.storing import Storing
-from tests.tiers.test_campaigns import MEMORY
+from tests.tiers.stores import MEMORY, temporaries
 
 FAULTY = FaultyBatch.build()
 pytestmark = pytest.mark.skipif(FAULTY is None, reason="no C compiler")
@@ -44,7 +46,7 @@ def test_a_write_whose_error_is_not_heard_is_found() -> None:
 
 
 def test_room_that_is_not_given_back_is_found() -> None:
-    deaf = patch.object(Storing, "failed", lambda self, *args: Outcome(Answer.UNREACHABLE))
+    deaf = patch.object(Storing, "undo", lambda self, *args: Outcome(Answer.UNREACHABLE))
     with deaf, _only("put"):
         found, _ = batches.campaign(0.1, seed=1, base=MEMORY)
     assert found.account and found.leftover
@@ -118,6 +120,70 @@ def test_a_call_that_hangs_costs_its_batch_and_no_more(tmp_path: Path) -> None:
             faulty.plan(0, 0)
             assert pool.stop(WAIT_S)
         assert _landed == []
+
+
+@pytest.mark.parametrize("call", ["pwrite", "renameat2"])
+def test_a_store_that_hangs_over_the_end_stores_nothing_afterwards(
+    tmp_path: Path, call: str
+) -> None:
+    """Its folders stay open, so no number of theirs becomes one of a foreign folder."""
+    assert FAULTY is not None
+    root = tmp_path / "s"
+    store = ChunkStore(StoreSetting(str(root), ROW, 64 * ROW), QuickOs(), FAULTY)
+    assert store.keeper.wait_counted()
+    pool = Pool([(STORE,)], 60.0, 1, time.monotonic)
+    ended: list[object] = []
+    names = [name_of(number) for number in MANY]
+    rows = [memoryview(bytearray(row_of(number))) for number in MANY]
+
+    def work(ticket: Ticket) -> list[Outcome]:
+        more = _renewal(ticket)
+        ended.append(store.put_all(names, rows, wanted=lambda: ticket.wanted, more=more))
+        return []
+
+    try:
+        FAULTY.plan(10 if call == "pwrite" else 22, batches.STALL)
+        pool.submit(STORE, "stuck", work)
+        _wait(lambda: FAULTY.stalled)
+        assert FAULTY.made[-1] == call
+        assert not pool.stop(0.1)
+        store.close(stuck=True)
+        still = {os.fstat(handle.fd).st_ino for handle in store.folders._buckets.values()}
+        assert len(still) == len({store.folders.place(name)[0] for name in names})
+    finally:
+        FAULTY.plan(0, 0)
+    _wait(lambda: bool(ended))
+    assert temporaries(root) == []
+    # What has its name by then is whole; what was only written has gone.
+    files = list((root / "objects").rglob("*.chunk"))
+    assert len(files) == (0 if call == "pwrite" else len(MANY))
+    store.close()
+
+
+def _renewal(ticket: Ticket) -> Callable[[], bool]:
+    return lambda: ticket.renew(time.monotonic())
+
+
+def _wait(until: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not until() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert until()
+
+
+@pytest.mark.parametrize("call", ["openat", "pwrite", "fdatasync", "renameat2"])
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EINVAL, errno.ENOENT, errno.EEXIST])
+def test_an_error_in_a_batch_is_that_of_its_file_by_itself(
+    tmp_path: Path, call: str, code: int
+) -> None:
+    """Made once: by itself the file is stored, as it would have been without a batch."""
+    with _store(tmp_path / "s", sync="data") as (store, faulty):
+        at = _first(faulty, call, lambda: batches.put_many(store))
+        for number in MANY:
+            assert store.discard(name_of(number))
+        faulty.plan(at, batches.FAIL_BEFORE, code)
+        assert [outcome.answer for outcome in batches.put_many(store)] == [Answer.DONE] * 5
+        assert temporaries(tmp_path / "s") == [] and store.room._in_flight == 0
 
 
 _landed: list[str] = []

@@ -11,10 +11,12 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import kvsafe.tiers
+from kvsafe.tiers import batch
 from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule
 from kvsafe.tiers.calls import QuickOs
 from tests.tiers.stores import ROW, row_of
@@ -173,3 +175,14 @@ def test_a_seeded_fault_is_noticed(tmp_path: Path, fault: tuple[str, str]) -> No
     folder = tmp_path / "files"
     folder.mkdir()
     assert _ways(_build(source.replace(right, wrong), built), folder) != EXPECTED
+
+
+def test_a_shared_object_of_another_version_is_not_loaded(tmp_path: Path) -> None:
+    source = SOURCE.read_text().replace(
+        "    uint32_t owner;", "    uint32_t owner;\n    int64_t more;"
+    )
+    with pytest.raises(ValueError, match="another version"):
+        _build(source, tmp_path)
+    (tmp_path / "one.so").rename(tmp_path / f"_batch{batch.SUFFIXES[0]}")
+    with patch.object(batch, "_beside", lambda: tmp_path):
+        assert Batch.load() is None

@@ -6,7 +6,6 @@ The long versions are `python -m fuzz.campaigns.NAME`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +21,7 @@ from kvsafe.tiers.folders import Folders
 from kvsafe.tiers.leases import DeadWriters
 from kvsafe.tiers.ledger import Ledger, Limits
 from kvsafe.tiers.storing import Storing
-
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+from tests.tiers.stores import MEMORY
 
 
 @contextmanager

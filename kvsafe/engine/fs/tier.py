@@ -8,6 +8,7 @@ a row that belongs to somebody else by then. Under vLLM's own spec `SealingFsTie
 (`second_door.py`) takes its place.
 """
 
+import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -116,6 +117,7 @@ class KVSafeFsTier(SecondaryTierManager):
         self._jobs: dict[int, Job] = {}
         self.on_filled: Callable[[int, int], None] | None = None
         """Told the job and the place in it of each row that was filled, by the thread that did."""
+        self._opening = threading.Lock()
         self._finished: list[JobResult] = []
         self._tally = FsTally(self.store, tier_type)
         logger.info(
@@ -239,9 +241,14 @@ class KVSafeFsTier(SecondaryTierManager):
         if filled and ticket.claim():
             rows = [self._row(job.rows[places[at]]) for at in filled]
             self._fill_rows(rows, [buffers[at] for at in filled])
-            if self.on_filled is not None:
-                for at in filled:
-                    self.on_filled(job.number, places[at])
+            if self.on_filled is not None and self._opening.acquire(timeout=self._deadline_s / 4):
+                # One thread at a time: else they take turns within each row, and all are slower.
+                # What is not opened here is opened when the job has ended.
+                try:
+                    for at in filled:
+                        self.on_filled(job.number, places[at])
+                finally:
+                    self._opening.release()
         return outcomes
 
     def _judged(self, job: Job, place: int, buffer: memoryview, outcome: Outcome) -> Outcome:
@@ -322,9 +329,10 @@ class KVSafeFsTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """End threads and give room back. A thread that is stuck in a call is left behind."""
-        if not self._pool.stop(self._deadline_s):
+        stuck = not self._pool.stop(self._deadline_s)
+        if stuck:
             logger.warning("kvsafe: tier %s: a call is stuck, left behind", self.tier_type)
-        self.store.close(self._deadline_s)
+        self.store.close(self._deadline_s, stuck=stuck)
         try:
             self._rows.release()
         except BufferError:
