@@ -8,55 +8,25 @@ prefill takes seconds here. Before a hit is timed, the engine's prefix cache and
 emptied, so every chunk comes over the wire. Median over rounds, the first one left out.
 """
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
+from argparse import SUPPRESS
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.first_token import Run, arguments, child, engine, spawn
 from benchmarks.report import show
-from benchmarks.ttft import Run
 from conformance.lmcache.peers.servers import NotHere, lm_server
 
-CHUNK = 256
+BLOCK, CHUNK = 32, 256
 TRUSTS = ("peer", "attested")
 
 
-def _engine(folder: Path, url: str, trust: str) -> Any:
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    from vllm import LLM
-
-    from kvsafe.cli.demo import widemodel
-
-    shape = widemodel.Shape(hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, inner=1408)
+def _start(folder: Path, *, url: str, trust: str) -> Any:
     tier = {"type": "kvsafe-lmcache", "url": url, "trust": trust, "model_name": "wide"}
-    return LLM(
-        model=str(widemodel.wide_qwen3(folder, shape)),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=8192,
-        max_num_batched_tokens=2048,
-        enable_prefix_caching=True,
-        block_size=32,
-        kv_transfer_config={
-            "kv_connector": "KVSafeConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "cpu_bytes_to_use": "1500MiB",
-                "blocks_per_chunk": CHUNK // 32,
-                "state_dir": str(folder / "state"),
-                "secondary_tiers": [tier],
-            },
-        },
-    )
+    extra = {"blocks_per_chunk": CHUNK // BLOCK, "secondary_tiers": [tier]}
+    return engine(folder, extra, block_size=BLOCK)
 
 
 def _measure(run: Run, tokens: int, rounds: int) -> dict[str, float]:
@@ -77,46 +47,19 @@ def _measure(run: Run, tokens: int, rounds: int) -> dict[str, float]:
     }
 
 
-def _child(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        run = Run(_engine(Path(name), options.url, options.child), 7)
-        found = {tokens: _measure(run, tokens, options.rounds) for tokens in options.tokens}
-        print("RESULT " + json.dumps(found), flush=True)
-    # Engine threads may outlive the interpreter's own shutdown.
-    os._exit(0)
-
-
-def _spawn(options: argparse.Namespace, url: str, trust: str) -> dict[str, dict[str, float]]:
-    command = [sys.executable, "-m", "benchmarks.lmcache_ttft", "--child", trust, "--url", url]
-    command += ["--rounds", str(options.rounds), "--tokens", ",".join(map(str, options.tokens))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            result: dict[str, dict[str, float]] = json.loads(line[7:])
-            return result
-    sys.exit(f"the engine gave no result:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-
-
 def main() -> int:
     """Start the server, run an engine per kind of trust, print."""
-    parser = argparse.ArgumentParser(description="time to first token through lm://")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--tokens",
-        type=lambda text: [int(part) for part in text.split(",")],
-        default=[1024, 2048, 4096, 8064],
-    )
-    parser.add_argument("--child", choices=TRUSTS, help=argparse.SUPPRESS)
-    parser.add_argument("--url", help=argparse.SUPPRESS)
+    parser = arguments("time to first token through lm://", TRUSTS, (1024, 2048, 4096, 8064))
+    parser.add_argument("--url", help=SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        _child(options)
+        child(options, partial(_start, url=options.url, trust=options.child), _measure)
     rows: list[dict[str, object]] = []
     try:
         for trust in TRUSTS:
             with lm_server() as (host, port):
-                found = _spawn(options, f"lm://{host}:{port}", trust)
+                url = f"lm://{host}:{port}"
+                found = spawn("benchmarks.lmcache_ttft", options, trust, "--url", url)
             for tokens, one in found.items():
                 speedup = one["recompute_s"] / one["hit_s"]
                 rows.append({"trust": trust, "tokens": int(tokens), **one, "speedup": speedup})

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import atexit
-import os
 import shutil
 import tempfile
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import cache
@@ -16,27 +14,14 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvsafe.engine.config import parse_config
+from conformance.stations import invented_station
 from kvsafe.engine.identity.adapters import AdapterLedger
 from kvsafe.engine.rows.epochs import EpochKeeper
-from kvsafe.engine.station import Launch, Station
-from kvsafe.seal.epoch import EpochFile
+from kvsafe.engine.station import Station
 from kvsafe.seal.header import bitmap
-from kvsafe.seal.identity import IDENTITY_FIELDS, Identity
-from kvsafe.seal.keyfile import load_or_create
-from kvsafe.seal.suites import Suite
 
 KEY_BYTES = 36
 SLICE_BYTES = 64
-_VALUES: dict[str, Any] = {
-    "text": "x",
-    "count": 1,
-    "flag": False,
-    "number": 1.0,
-    "digest": bytes(32),
-    "list": [],
-    "map": {},
-}
 
 
 def whole_key(key: bytes) -> bytes:
@@ -116,11 +101,4 @@ def bare_station(cpu_bytes: Any, workers: int) -> Station:
     folder = Path(tempfile.mkdtemp(dir=_folder()))
     options = {"state_dir": str(folder), "key_file": _key_file()}
     sizes = {} if cpu_bytes is None else {"cpu_bytes_to_use": cpu_bytes}
-    config = parse_config({**options, **sizes}, environ=os.environ)
-    suite = Suite.named(config.suite)
-    keyring = load_or_create(Path(_key_file()), suite=suite.label)
-    secret = keyring.state_secret
-    epoch_file = EpochFile(folder / "epoch.json", lambda data: suite.tag(secret, data))
-    identity = Identity.of({field.name: _VALUES[field.kind] for field in IDENTITY_FIELDS})
-    launch = Launch(uuid.uuid4().hex, workers, None)
-    return Station(config, identity, keyring, epoch_file, launch)
+    return invented_station({**options, **sizes}, workers)

@@ -7,17 +7,11 @@ by a store or a promotion, has to be the content of its key.
 
 from __future__ import annotations
 
+import mmap
 from functools import partial
 from typing import Any, ClassVar
 
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    OffloadPolicy,
-    ReqContext,
-    RequestOffloadingContext,
-    ScheduleEndContext,
-)
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     TieringOffloadingManager,
@@ -27,18 +21,18 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tests.engine_unit.sealed_world import HandTier
 from tests.lockstep.book import DIVERGENCES
 from tests.lockstep.compare import differ
-from tests.lockstep.primary import KEYS, POLICIES, ROWS, SLOTS, Primary
+from tests.lockstep.noting import Noting
+from tests.lockstep.primary import KEYS, ROWS, SLOTS, Primary
 from tests.lockstep.runs import Dice, Make
 from tests.lockstep.tiers import TieredBook
-
-ROW_BYTES = 64
 
 
 class Memory:
     """Rows as vLLM's primary tier wants them."""
 
-    def __init__(self, rows: int, row_bytes: int = ROW_BYTES) -> None:
-        self.rows = memoryview(bytearray(rows * row_bytes)).cast("B", (rows, row_bytes))
+    def __init__(self, rows: int, row_bytes: int) -> None:
+        # Whole pages: direct I/O needs them.
+        self.rows = memoryview(mmap.mmap(-1, rows * row_bytes)).cast("B", (rows, row_bytes))
 
     def create_kv_memoryview(self) -> memoryview:
         """All rows."""
@@ -48,40 +42,8 @@ class Memory:
         """Nothing to give back."""
 
 
-class NotingTier(HandTier):
-    """A tier by hand that notes what it is told, and may want whole requests."""
-
-    def __init__(self, rows: memoryview) -> None:
-        super().__init__(rows)
-        self.told: list[tuple[Any, ...]] = []
-        self.wish = False
-
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Note it; answer with the wish of the moment."""
-        self.told.append(("arrive", req_context.req_id))
-        policy = OffloadPolicy.REQUEST_LEVEL if self.wish else OffloadPolicy.CHUNK_LEVEL
-        return RequestOffloadingContext(policy=policy)
-
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        """Note it."""
-        self.told.append(("finished", req_context.req_id))
-
-    def submit_store(self, job_metadata: TransferJob) -> None:
-        """Note it."""
-        super().submit_store(job_metadata)
-        self._note("store", job_metadata)
-
-    def submit_load(self, job_metadata: TransferJob) -> None:
-        """Note it."""
-        super().submit_load(job_metadata)
-        self._note("load", job_metadata)
-
-    def _note(self, what: str, job: TransferJob) -> None:
-        self.told.append((what, job.job_id, job.req_context.req_id, tuple(job.keys)))
-
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Note it."""
-        self.told.append(("step",))
+class NotingTier(Noting, HandTier):
+    """A tier by hand that notes what it is told."""
 
     def end(self, number: int, good: int) -> None:
         """End one job; its first `good` keys arrive (a store works if that is all of them)."""
@@ -95,10 +57,6 @@ class NotingTier(HandTier):
 
     def _end_store(self, good: int) -> None:
         self.complete_store(success=good == len(self.stores[0].keys))
-
-    def abandon(self) -> None:
-        """Forget everything."""
-        self.results = list[JobResult]()
 
 
 class Tiered(Primary):
@@ -120,6 +78,7 @@ class Tiered(Primary):
     }
     book: TieredBook
     source = CacheHitSource.EXTERNAL_UNSPECIFIED
+    row_bytes = 64
 
     def __init__(
         self,
@@ -131,11 +90,8 @@ class Tiered(Primary):
     ) -> None:
         super().__init__(dice, policy)
         tiers = dice.number(1, 2)
-        self.book = TieredBook(
-            POLICIES[policy], keys=KEYS, rows=ROWS, requests=SLOTS, tiers=tiers, as_vllm=as_vllm
-        )
-        self.book.sort = lambda who, keys: self.names.sort(keys, self.positions[who])
-        self.memory = Memory(ROWS)
+        self.book = self._new_book(TieredBook, policy, tiers=tiers, as_vllm=as_vllm)
+        self.memory = Memory(ROWS, self.row_bytes)
         lower = primary(ROWS, self.memory, cache_policy=policy, enable_events=True)
         self.tiers = [NotingTier(self.memory.rows) for _ in range(tiers)]
         self.real = manager(lower, list(self.tiers))
@@ -200,7 +156,7 @@ class Tiered(Primary):
 
     def content(self, key: int) -> bytes:
         """The bytes of a chunk."""
-        return bytes([key + 1]) * ROW_BYTES
+        return bytes([key + 1]) * self.row_bytes
 
     def finish(self, dice: Dice) -> None:
         """A request ends, between steps: none of its promotions waits to be submitted."""

@@ -23,7 +23,6 @@ from kvsafe.lifecycle import rows
 from kvsafe.lifecycle import transfers as way
 from kvsafe.lifecycle.requests import remember, with_request
 from kvsafe.lifecycle.table import RULES
-from kvsafe.lifecycle.transfers import set_object
 from kvsafe.lifecycle.words import ABSENT, DAMAGED, GOOD, OLD, SEALING, WRITING, State
 from kvsafe.lifecycle.world import World as Small
 from kvsafe.seal.header import bitmap
@@ -32,7 +31,7 @@ from tests.engine_unit.sealed_world import HandExecutor, HandFuture, World
 from tests.lockstep.book import DIVERGENCES, Note, Stored
 from tests.lockstep.compare import differ
 from tests.lockstep.hand import NotingTier, Tiered
-from tests.lockstep.primary import KEYS, POLICIES, ROWS, SLOTS
+from tests.lockstep.primary import KEYS, ROWS, SLOTS
 from tests.lockstep.runs import Dice, Make
 from tests.lockstep.tiers import Job, TieredBook
 
@@ -268,10 +267,7 @@ class SealBook(TieredBook):
         super()._submit(tier, who, keys, load=load)
         for key in keys:
             if not load and key in self.hidden[tier]:
-                self._put(tier, key, self.hidden[tier].pop(key))
-
-    def _put(self, tier: int, key: int, value: int) -> None:
-        self.state = set_object(self.state, tier, key, value)
+                self.put(tier, key, self.hidden[tier].pop(key))
 
     # Threads
 
@@ -365,7 +361,7 @@ class SealBook(TieredBook):
             # Good when it was fetched, and revoked before it was opened.
             chunk = rows.chunk_of(self.state, key)
             self.state = rows.drop(self.world, self.state, key)
-            self._put(chunk.tier, key, ABSENT)
+            self.put(chunk.tier, key, ABSENT)
             self._forget_promises()
 
     # Refusals by workers
@@ -459,7 +455,9 @@ class Ours(Tiered):
         "refuse_load": 1,
     }
     book: SealBook
-    kind = "hand"
+    book_type: ClassVar[type[SealBook]] = SealBook
+    world_type: ClassVar[type[LockstepWorld]] = LockstepWorld
+    kind, most_tiers = "hand", 2
     doubled = False
 
     def __init__(
@@ -468,18 +466,14 @@ class Ours(Tiered):
         policy: str,
         folder: Path,
         as_vllm: tuple[str, ...] = STILL,
-        world: type[LockstepWorld] = LockstepWorld,
     ) -> None:
         super().__init__(dice, policy, as_vllm=as_vllm)
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
-        tiers = len(self.tiers)
-        self.book = SealBook(
-            POLICIES[policy], keys=KEYS, rows=ROWS, requests=SLOTS, tiers=tiers, as_vllm=as_vllm
-        )
-        self.book.sort = lambda who, keys: self.names.sort(keys, self.positions[who])
+        tiers = min(len(self.tiers), self.most_tiers)
+        self.book = self._new_book(self.book_type, policy, tiers=tiers, as_vllm=as_vllm)
         self.threads = Threads()
-        self.world = world(
+        self.world = self.world_type(
             folder,
             rows=ROWS,
             policy=policy,
@@ -574,7 +568,7 @@ class Ours(Tiered):
             changed = bytearray(objects[name])
             changed[at] ^= 1
             objects[name] = bytes(changed)
-            self.book._put(tier, key, DAMAGED)
+            self.book.put(tier, key, DAMAGED)
 
     def _name(self, key: int) -> bytes:
         return bytes(self.world.names.name(self.names.keys[key]))

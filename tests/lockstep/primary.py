@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -16,6 +16,7 @@ from tests.lockstep.book import Book, Stored
 from tests.lockstep.compare import Names, PrimaryEye, differ
 from tests.lockstep.runs import Dice, Drive, Make
 
+B = TypeVar("B", bound=Book)
 KEYS, ROWS, SLOTS = 9, 4, 3
 POLICIES: dict[str, Policy] = {"lru": Lru(), "arc": Arc()}
 POSITIONS = ("all", "first", "none")
@@ -38,8 +39,7 @@ class Primary(Drive):
     }
 
     def __init__(self, dice: Dice, policy: str, manager: type[Any] = CPUOffloadingManager) -> None:
-        self.book = Book(POLICIES[policy], keys=KEYS, rows=ROWS, requests=SLOTS)
-        self.book.sort = lambda who, keys: self.names.sort(keys, self.positions[who])
+        self.book = self._new_book(Book, policy)
         self.real: Any = manager(ROWS, cache_policy=policy, enable_events=True)
         self.names = Names(KEYS, dice.number(1, 2))
         self.eye = PrimaryEye(self.real, self.book, self.names)
@@ -47,6 +47,11 @@ class Primary(Drive):
         self.positions: dict[int, str] = {}
         self.stores: list[tuple[int, list[int]]] = []
         self.arrived = 0
+
+    def _new_book(self, kind: type[B], policy: str, **parts: Any) -> B:
+        book = kind(POLICIES[policy], keys=KEYS, rows=ROWS, requests=SLOTS, **parts)
+        book.sort = lambda who, keys: self.names.sort(keys, self.positions[who])
+        return book
 
     def look(self) -> None:
         """All that can be compared is the same."""

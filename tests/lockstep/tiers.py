@@ -184,12 +184,16 @@ class TieredBook(Book):
 
     # What tiers do
 
+    def put(self, tier: int, key: int, value: int) -> None:
+        """A tier has this under a key now."""
+        self.state = way.set_object(self.state, tier, key, value)
+
     def end_job(self, number: int, good: Collection[int]) -> None:
         """A tier ends a job; these keys arrived. The manager does not know yet."""
         job = self.jobs[number]
         for key in good:
             if not job.load:
-                self.state = way.set_object(self.state, job.tier, key, GOOD)
+                self.put(job.tier, key, GOOD)
         self._reports[job.tier].append(Report(job, tuple(good)))
 
     def unreported(self) -> list[Job]:
@@ -230,7 +234,7 @@ class TieredBook(Book):
     def fetch_as(self, tier: int, key: int, value: int) -> None:
         """As `fetch`, where the object may have changed since it was read."""
         objects = self.state.objects
-        self.state = way.set_object(self.state, tier, key, value)
+        self.put(tier, key, value)
         self.fire("fetched", key)
         self.state = self.state._replace(objects=objects)
 

@@ -8,9 +8,7 @@ itself is not there: keys, epoch file, region, names and proofs are real.
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,42 +17,24 @@ from typing import Any, ClassVar
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, make_offload_key
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
+from conformance.stations import invented_station
 from conformance.tier.drivers.forgery import forged
 from conformance.tier.drivers.stock import ROWS, TierLoop, filled, installed, stand_in_spec
 from conformance.tier.subject import PAYLOAD, Seen, Span, content_of, key_of
 from kvsafe import __version__
-from kvsafe.engine.config import parse_config
 from kvsafe.engine.counters import REFUSED, Counters
 from kvsafe.engine.journal import RefusalJournal
 from kvsafe.engine.requests.verdicts import Verdicts
 from kvsafe.engine.rows.epochs import EpochKeeper
 from kvsafe.engine.rows.primary import SealedPrimaryTier
-from kvsafe.engine.station import Launch, Station
+from kvsafe.engine.station import Station
 from kvsafe.engine.tiers.names import ObjectNames
 from kvsafe.engine.tiers.objects import adopt_objects
 from kvsafe.engine.tiers.proving import ProofDesk, ProvingTier
 from kvsafe.host import HostRegion
-from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.header import Header, bitmap
-from kvsafe.seal.identity import IDENTITY_FIELDS, Identity
-from kvsafe.seal.keyfile import load_or_create
-from kvsafe.seal.suites import Suite
 
 LOAD_DEADLINE_S = 6.0
-_VALUES: dict[str, Any] = {
-    "text": "x",
-    "count": 1,
-    "flag": False,
-    "number": 1.0,
-    "digest": bytes(32),
-    "list": [],
-    "map": {},
-}
-
-
-def _identity(model: str) -> Identity:
-    values = {field.name: _VALUES[field.kind] for field in IDENTITY_FIELDS}
-    return Identity.of({**values, "model": model})
 
 
 class SealedTier:
@@ -200,18 +180,12 @@ class SealedTier:
 
 
 def _station(state: Path, model: str) -> Station:
-    extra = {
+    options = {
         "cpu_bytes_to_use": 1 << 20,
         "state_dir": str(state),
         "load_deadline_s": LOAD_DEADLINE_S,
         "store_deadline_s": LOAD_DEADLINE_S,
     }
-    config = parse_config(extra, environ=os.environ)
-    suite = Suite.named(config.suite)
-    keyring = load_or_create(Path(str(config.key_file)), suite=suite.label)
-    secret = keyring.state_secret
-    epochs = EpochFile(state / "epoch.json", lambda data: suite.tag(secret, data))
-    launch = Launch(uuid.uuid4().hex, 1, None)
-    station = Station(config, _identity(model), keyring, epochs, launch)
+    station = invented_station(options, model=model)
     station.lay_out(key_bytes=36, slots=1, slice_bytes=(PAYLOAD,))
     return station
