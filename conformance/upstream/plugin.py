@@ -44,6 +44,7 @@ from kvsafe.engine.scheduler import KVSafeConnectorScheduler
 from kvsafe.engine.worker import KVSafeConnectorWorker
 from kvsafe.seal.header import bitmap
 
+_MANY_TOKENS = 1 << 16
 SKIP = tuple(name for name in os.environ.get("KVSAFE_UPSTREAM_KEEP", "").split(",") if name)
 
 
@@ -120,9 +121,17 @@ class Manager(KVSafeManager):
 
 
 class Scheduler(KVSafeConnectorScheduler):
-    """Our scheduler half, made as theirs."""
+    """Our scheduler half, made as theirs; some are not even made, and given what they need."""
+
+    _turns: Any = ()
+    _verdicts = Verdicts(active=False)
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any, *rest: Any) -> None:
+        if not isinstance(getattr(vllm_config, "max_in_flight_tokens", None), int):
+            # A double of a configuration: sizes as large as in an engine of theirs.
+            vllm_config.max_in_flight_tokens = _MANY_TOKENS
+            vllm_config.model_config = SimpleNamespace(max_model_len=_MANY_TOKENS)
+            vllm_config.speculative_config = getattr(vllm_config, "speculative_config", None)
         super().__init__(spec, vllm_config, kv_cache_config, *(rest or (ledger(),)))
 
     def __setattr__(self, name: str, value: Any) -> None:

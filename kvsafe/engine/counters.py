@@ -33,6 +33,7 @@ OVERRIDE = "kvsafe:override_active"
 TIER_FAULTS = "kvsafe:tier_faults"
 DIVERGENCES = "kvsafe:monitor_divergences"
 MONITOR_STOPPED = "kvsafe:monitor_stopped"
+PUT_OFF = "kvsafe:loads_put_off"
 UNSERVED = "kvsafe:stored_but_never_served_seconds"
 
 _VERIFY_BUCKETS = (1e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.5, 1.0)
@@ -73,6 +74,10 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         ),
         MONITOR_STOPPED: counter(
             "1 once the monitor (enforce) has stopped offering and storing chunks."
+        ),
+        PUT_OFF: counter(
+            "Requests told to wait with a load until others that have loaded run, once per wait.",
+            labelnames=("reason",),
         ),
         UNSERVED: gauge(
             "Seconds since the first chunk was stored without any chunk having been served; "

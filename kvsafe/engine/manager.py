@@ -106,6 +106,9 @@ class KVSafeManager(TieringOffloadingManager):
                 return LookupResult.MISS
             self._await(key, req_context)
             self._verdicts.waits(req_context.req_id, key)
+        elif result is LookupResult.RETRY:
+            self.waits.asks_again(req_context.req_id, key)
+            self._verdicts.waits(req_context.req_id, key)
         elif result is LookupResult.MISS and self._verdicts.has_to_fail(req_context.req_id, key):
             return LookupResult.HIT
         return result

@@ -2,11 +2,8 @@
 """The scheduler half: vLLM's, with exact placement, failure handling and adapter binding."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -17,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     RequestOffloadState,
+    TransferJobStatus,
 )
 from vllm.v1.kv_offload.base import (
     OffloadingEvent,
@@ -25,17 +23,20 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from kvsafe.engine.identity.adapters import (
-    AdapterDigest,
-    AdapterLedger,
-    AdapterUnknown,
-    bind_adapter,
-)
-from kvsafe.engine.journal import logger
+from kvsafe.engine.counters import PUT_OFF
+from kvsafe.engine.identity.adapters import AdapterLedger, bind_adapter
 from kvsafe.engine.manager import IssuedStore, KVSafeManager
+from kvsafe.engine.requests.adapted import (
+    AdapterRequestState,
+    bound_state,
+    limit_stores,
+    reloaded_since,
+)
+from kvsafe.engine.requests.failing import failing_load, failing_tokens
 from kvsafe.engine.requests.prompts import attach_prompt
 from kvsafe.engine.requests.source import SourceCheck
 from kvsafe.engine.requests.turns import turns_for
+from kvsafe.engine.requests.verdicts import Verdicts
 from kvsafe.engine.requests.windows import give_up_stored_blocks, wanted_slots, windowed_groups
 from kvsafe.engine.rows.placer import Placer
 from kvsafe.engine.rows.retired import TransferRows
@@ -46,33 +47,10 @@ from kvsafe.engine.rows.transfer import (
     SlotBlocks,
 )
 from kvsafe.seal.header import bitmap
-from kvsafe.seal.refusal import Refusal, RefusalKind
+from kvsafe.seal.refusal import Refusal
 
 _REST_S = 0.0005
 _MATCH_TRIES = 4
-
-
-@dataclass(slots=True)
-class AdapterRequestState(RequestOffloadState):
-    """A request that runs with an adapter: its keys are bound to the adapter's content."""
-
-    adapter: bytes = b""
-    answer: AdapterDigest | None = None
-    offload_limit: int | None = None
-
-    def update_offload_keys(self) -> None:
-        """Extend the keys by the block hashes that have become known."""
-        for group_config, group_state in zip(
-            self.config.kv_group_configs, self.group_states, strict=True
-        ):
-            stride = group_config.hashes_per_chunk
-            first = stride * (len(group_state.offload_keys) + 1) - 1
-            for block_hash in islice(self.req.block_hashes, first, None, stride):
-                bound = bind_adapter(block_hash, self.adapter)
-                key = make_offload_key(bound, group_config.group_idx)
-                group_state.offload_keys.append(key)
-                end = len(group_state.offload_keys) * group_config.tokens_per_chunk
-                self.req_context.set_offload_key_position(key, end)
 
 
 class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
@@ -91,7 +69,10 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         self._placer = Placer(self.config, self._req_status)
         self._windowed = windowed_groups(self.config)
         self._source = SourceCheck(self.config, self._req_status, self._placer, self._windowed)
-        self._turns = turns_for(self.config, vllm_config, kv_cache_config)
+        self._turns = turns_for(self.config, vllm_config, kv_cache_config, self._note_put_off)
+        found = getattr(spec, "verdicts", None)
+        # Only a spec of ours knows the policy.
+        self._verdicts = found if isinstance(found, Verdicts) else Verdicts(active=False)
         self._transfer_rows = TransferRows(self.config.num_workers)
         self._reset_events: list[Any] = []
 
@@ -106,51 +87,44 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             self._req_status[request.request_id] = self._bound_state(status, request)
 
     def _bound_state(self, status: RequestOffloadState, request: Any) -> AdapterRequestState:
-        lora = request.lora_request
-        answer = self._adapters.digest_for(
-            lora.lora_name, lora.lora_int_id, lora.lora_path, lora.load_inplace
-        )
-        known = answer if isinstance(answer, AdapterDigest) else None
-        bound = AdapterRequestState(
-            config=status.config,
-            req=status.req,
-            req_context=status.req_context,
-            offloading_context=status.offloading_context,
-            # An adapter of unknown content: a key of its own that nothing can ever match.
-            adapter=os.urandom(32) if known is None else known.digest,
-            answer=known,
-        )
-        bound.offload_limit = bound.max_offload_tokens
-        if isinstance(answer, AdapterUnknown):
-            logger.warning(
-                "kvsafe: adapter %s is served without offload: %s", lora.name, answer.reason
-            )
-            bound.max_load_tokens = 0
-        if known is None or not known.storable:
-            bound.max_offload_tokens = 0
-        return bound
+        return bound_state(status, request, self._adapters)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        """vLLM's answer.
+        """vLLM's answer, or "later"; a request that met a refused chunk gets a load that fails."""
+        limit_stores(self._req_status.get(request.request_id), num_computed_tokens)
+        req_id = request.request_id
+        found: tuple[int | None, bool] = None, False
+        if not self._verdicts.is_condemned(req_id):
+            found = self._offer(request, num_computed_tokens, max_num_new_tokens)
+        if self._verdicts.is_condemned(req_id):
+            return self._offer_failure(request, num_computed_tokens)
+        return found
 
-        After an adapter was reloaded in place the accelerator's prefix cache may hold blocks of
-        the old content under the same hashes. A request that takes nothing from it computes
-        every block itself, and may store them; one that does may not.
-        """
-        status = self._req_status.get(request.request_id)
-        if isinstance(status, AdapterRequestState) and status.answer is not None:
-            fresh = status.answer.storable or num_computed_tokens == 0
-            status.max_offload_tokens = status.offload_limit if fresh else 0
+    def _offer(self, request: Any, local: int, limit: int | None) -> tuple[int | None, bool]:
+        """What there is to load, or "later" while others that have loaded need the room."""
+        req_id, waits = request.request_id, self.manager.waits
         if self._turns and self._stands_back(request):
             return None, False
-        self.manager.waits.begin(request.request_id)
-        found = self._covered_match(request, num_computed_tokens, max_num_new_tokens)
-        if found[0] and not self._turns.fits(request, num_computed_tokens + found[0]):
-            found = self._put_off(request, num_computed_tokens)
-        self.manager.waits.end(request.request_id, offered=bool(found[0]))
+        waits.begin(req_id)
+        found = self._covered_match(request, local, limit)
+        condemned = self._verdicts.is_condemned(req_id)
+        if found[0] and not condemned and not self._turns.fits(request, local + found[0]):
+            found = self._put_off(request, local)
+        waits.end(req_id, offered=bool(found[0]))
+        if self._verdicts.active:
+            self._verdicts.waits_only(req_id, waits.told(req_id))
         return found
+
+    def _offer_failure(self, request: Any, local: int) -> tuple[int | None, bool]:
+        """A load that will fail, for a request that met a refused chunk and is to fail with it."""
+        self.manager.waits.forget(request.request_id)
+        nothing, _ = super().get_num_new_matched_tokens(request, local, 0)
+        if nothing is None:
+            # Transfers of its own are under way.
+            return None, False
+        return failing_tokens(request.num_tokens, local, self.config), True
 
     def _covered_match(
         self, request: Any, local: int, limit: int | None
@@ -178,6 +152,9 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             return None, False
         nothing: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, local, 0)
         return nothing
+
+    def _note_put_off(self, reason: str) -> None:
+        self.manager.counters.add(PUT_OFF, 1, (reason,))
 
     def _is_covered(self, req_id: str, local: int, total: int) -> bool:
         status, per_chunk = self._req_status[req_id], self.config.blocks_per_chunk
@@ -208,6 +185,10 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM's bookkeeping of a load, then the exact place of every block."""
+        refusal = self._verdicts.take(request.request_id) if num_external_tokens else None
+        if refusal is not None:
+            self._begin_failure(request, blocks, refusal)
+            return
         first = self._job_counter
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._note_admitted(request, num_external_tokens)
@@ -217,8 +198,22 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
                 self._placer.place_load(job)
                 self._note_rows(job_id, job.src_spec)
 
+    def _begin_failure(self, request: Any, blocks: Any, refusal: Refusal) -> None:
+        """In place of vLLM's bookkeeping of a load: one that brings nothing and fails."""
+        req_id = request.request_id
+        status, job_id = self._req_status[req_id], self._generate_job_id()
+        status.load_key_ranges.clear()
+        status.transfer_jobs.add(job_id)
+        given = {block.block_id for group in blocks.blocks for block in group}
+        self._current_batch_allocated_block_ids |= given - {0}
+        self._current_batch_load_jobs[job_id] = failing_load(req_id, refusal, self.config)
+        workers = self.config.num_workers
+        self._jobs[job_id] = TransferJobStatus(req_id, workers, keys=set(), is_store=False)
+        self._verdicts.release(req_id)
+
     def _note_admitted(self, request: Any, loaded: int) -> None:
         req_id = request.request_id
+        self._verdicts.release(req_id)
         if loaded:
             self.manager.waits.loads(req_id)
         else:
@@ -238,6 +233,7 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         ended = scheduler_output.finished_req_ids or ()
         if self._turns:
             self._turns.pass_on(scheduler_output.num_scheduled_tokens)
+        self._turns.forget(ended)
         self._source.note_offers([*scheduler_output.num_scheduled_tokens, *ended])
         with self._reloading_requests_spared(scheduler_output):
             meta = super().build_connector_meta(scheduler_output)
@@ -307,15 +303,8 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
 
     def _wrong_source(self, req_id: str, key: OffloadKey, blocks: SlotBlocks) -> Refusal | None:
         """Where the block pool knows what a block holds, it must be what the key says."""
-        status = self._req_status.get(req_id)
-        if isinstance(status, AdapterRequestState) and not self._adapter_is_current(status):
-            return Refusal.of(
-                RefusalKind.SOURCE_HASH, "adapter", "the content of the key", "reloaded since"
-            )
-        return self._source.judge(self.block_pool, req_id, key, blocks)
-
-    def _adapter_is_current(self, status: AdapterRequestState) -> bool:
-        return status.answer is not None and self._adapters.is_current(status.answer)
+        reloaded = reloaded_since(self._req_status.get(req_id), self._adapters)
+        return reloaded or self._source.judge(self.block_pool, req_id, key, blocks)
 
     # Completions
 
@@ -326,7 +315,8 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
             super().update_connector_output(connector_output)
             return
         self._transfer_rows.report(meta.completed_jobs, self.manager.primary_tier)
-        self._failed_loads.update(item.job for item in meta.failures if item.load)
+        failed = {item.job for item in meta.failures if item.load}
+        self._failed_loads |= failed.intersection(self._jobs)
         self._rewind_requests(meta.failures)
         self.manager.note_failed_stores(item for item in meta.failures if item.job in self._jobs)
         loads = {
@@ -337,6 +327,9 @@ class KVSafeConnectorScheduler(OffloadingConnectorScheduler):
         super().update_connector_output(connector_output)
         self._count_served(loads)
         self.manager.fail_chunks(meta.failures)
+        for item in meta.failures:
+            if item.load:
+                self._verdicts.doubt(item.key, item.refusal)
         self.manager.counters.worker_proofs(meta.counts)
 
     def has_pending_push_work(self) -> bool:

@@ -30,6 +30,7 @@ from kvsafe.device import (
     cuda_copier,
     require_expectation,
 )
+from kvsafe.engine.config import ConfigError, Problem
 from kvsafe.engine.counters import Counters, metric_definitions
 from kvsafe.engine.journal import RefusalJournal, logger
 from kvsafe.engine.lmcache.probe import NOTE, note_document, probe_pages
@@ -50,6 +51,18 @@ from kvsafe.host import HostRegion
 
 BLOCK_HASH_BYTES = 32
 KEY_BYTES = BLOCK_HASH_BYTES + 4
+
+
+def _without_kv(block_bytes: int) -> ConfigError:
+    problem = Problem(
+        "worker_kv_bytes_per_block",
+        f"{block_bytes}, so that this engine has no KV to keep",
+        "at least 1",
+        "run a model without a KV cache without offload: take KVSafeConnector out of "
+        "--kv-transfer-config; if the model has a KV cache, give it memory, with "
+        "--num-gpu-blocks-override, --gpu-memory-utilization or, on a CPU, VLLM_CPU_KVCACHE_SPACE",
+    )
+    return ConfigError("kvsafe refuses this engine:", [problem])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +101,7 @@ class KVSafeSpec(TieringOffloadingSpec):
         self.station = assembly.station
         self._expectation = assembly.expectation
         self._foreign = assembly.foreign
-        self._fail_loads = assembly.fail_loads
+        self.verdicts = Verdicts(active=assembly.fail_loads)
         self._layers = assembly.layers
         self._lay_out_rows()
         self.epochs: EpochKeeper | None = None
@@ -99,6 +112,8 @@ class KVSafeSpec(TieringOffloadingSpec):
         return 1 if self.replicated_layout else int(self.config.parallel.world_size)
 
     def _lay_out_rows(self) -> None:
+        if self.cpu_page_size_per_worker < 1:
+            raise _without_kv(self.config.worker_kv_bytes_per_block)
         layout = self.station.lay_out(
             key_bytes=KEY_BYTES,
             slots=self.blocks_per_chunk,
@@ -169,7 +184,7 @@ class KVSafeSpec(TieringOffloadingSpec):
             counters=counters,
             journal=RefusalJournal(names.name),
             names=names,
-            verdicts=Verdicts(active=self._fail_loads),
+            verdicts=self.verdicts,
             threads=threads,
             rows=primary,
         )

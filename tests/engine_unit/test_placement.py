@@ -133,6 +133,8 @@ class Sched:
             blocks_per_chunk=per_chunk, kv_group_configs=groups, tokens_per_hash=16
         )
         manager: Any = SimpleNamespace(issue_store=self.issued.__setitem__)
+        no_adapters: Any = None
+        self.half._adapters = no_adapters
         self.half.manager = manager
         self.half.block_pool = None
         self.hashes = [index.to_bytes(32, "big") for index in range(200)]

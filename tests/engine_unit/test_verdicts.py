@@ -56,13 +56,89 @@ def test_a_request_that_is_over_is_forgotten() -> None:
     verdicts.forget("never seen")
 
 
+def test_who_is_condemned_stays_so_until_its_load_fails_or_it_ends() -> None:
+    verdicts = Verdicts(active=True)
+    for name in ("one", "two", "three"):
+        verdicts.waits(name, A)
+    verdicts.release("three")
+    assert not verdicts.is_condemned("one")
+    verdicts.refused(A, BAD)
+    # Whatever else it is told of, or not.
+    verdicts.waits_only("one", [B])
+    verdicts.release("one")
+    assert verdicts.is_condemned("one") and verdicts.is_condemned("two")
+    assert not verdicts.is_condemned("three")
+    assert verdicts.take("one") == BAD and not verdicts.is_condemned("one")
+    verdicts.forget("two")
+    assert not verdicts.is_condemned("two")
+
+
+def test_who_asks_again_waits_for_nothing_else() -> None:
+    verdicts = Verdicts(active=True)
+    verdicts.waits("one", A)
+    verdicts.waits_only("one", [B])
+    verdicts.refused(A, BAD)
+    assert not verdicts.is_condemned("one")
+    verdicts.refused(B, BAD)
+    assert verdicts.is_condemned("one")
+
+
+def test_who_loads_or_computes_is_not_concerned_any_more() -> None:
+    verdicts = Verdicts(active=True)
+    verdicts.waits("one", A)
+    verdicts.doubt(A, BAD)
+    verdicts.release("one")
+    verdicts.refused(A, BAD)
+    assert not verdicts.has_to_fail("one", A) and not verdicts.is_condemned("one")
+
+
+def test_a_bad_object_condemns_all_who_wait_for_it() -> None:
+    verdicts = Verdicts(active=True)
+    verdicts.waits("two", A)
+    verdicts.waits("three", B)
+    verdicts.condemn("one", A, BAD)
+    assert verdicts.take("one") == verdicts.take("two") == BAD
+    assert verdicts.take("three") is None
+
+
+def test_a_row_that_was_refused_elsewhere_counts_at_a_miss() -> None:
+    verdicts = Verdicts(active=True)
+    for name in ("one", "two"):
+        verdicts.waits_only(name, [A, B])
+    verdicts.doubt(A, BAD)
+    assert not verdicts.is_condemned("one") and not verdicts.has_to_fail("one", B)
+    assert verdicts.has_to_fail("one", A) and verdicts.is_condemned("one")
+    assert verdicts.take("one") == BAD
+    # A tier had a good one: nobody asks, and it loads.
+    verdicts.release("two")
+    assert not verdicts.has_to_fail("two", A)
+
+
+def test_what_says_nothing_against_a_chunk_condemns_nobody() -> None:
+    verdicts = Verdicts(active=True)
+    verdicts.waits("one", A)
+    revoked = Refusal.of(RefusalKind.EPOCH_REVOKED, "epoch", 2, 1)
+    for refusal in (revoked, Refusal.of(RefusalKind.COPY_FAULT, "copy", "done", "x")):
+        verdicts.doubt(A, refusal)
+        assert not verdicts.has_to_fail("one", A)
+    verdicts.refused(A, revoked)
+    assert not verdicts.is_condemned("one")
+
+
 def test_under_recompute_nothing_is_kept() -> None:
     verdicts = Verdicts(active=False)
+    verdicts.waits_only("one", [A])
+    verdicts.doubt(A, BAD)
     verdicts.waits("one", A)
     verdicts.refused(A, BAD)
     verdicts.condemn("one", B, BAD)
     assert not verdicts.has_to_fail("one", A) and verdicts.take("one") is None
-    assert not verdicts._waiting and not verdicts._waits_of and not verdicts._condemned
+    assert not verdicts.is_condemned("one") and _empty(verdicts)
+
+
+def _empty(verdicts: Verdicts) -> bool:
+    kept = (verdicts._waiting, verdicts._waits_of, verdicts._condemned, verdicts._doubted)
+    return not any(kept)
 
 
 def test_nothing_is_left_when_all_requests_are_over() -> None:
@@ -72,6 +148,9 @@ def test_nothing_is_left_when_all_requests_are_over() -> None:
         request, key = rng.choice(requests), rng.choice([A, B, C])
         acts: list[Callable[[], object]] = [
             partial(verdicts.waits, request, key),
+            partial(verdicts.waits_only, request, rng.sample([A, B, C], 2)),
+            partial(verdicts.doubt, key, BAD),
+            partial(verdicts.release, request),
             partial(verdicts.refused, key, BAD),
             partial(verdicts.condemn, request, key, BAD),
             partial(verdicts.take, request),
@@ -81,4 +160,4 @@ def test_nothing_is_left_when_all_requests_are_over() -> None:
         rng.choice(acts)()
     for request in requests:
         verdicts.forget(request)
-    assert not verdicts._waiting and not verdicts._waits_of and not verdicts._condemned
+    assert _empty(verdicts)

@@ -143,6 +143,8 @@ def test_awaited_keys_are_counted_and_let_go() -> None:
     waits.tell("r", b"b")
     waits.end("r")
     assert waits.awaited == {b"a": 1, b"b": 1}
+    assert waits.told("r") == {b"b"} and waits.told("s") == {b"a"}
+    assert waits.told("nobody") == set()
     waits.loads("r")
     waits.forget("s")
     assert not waits.awaited

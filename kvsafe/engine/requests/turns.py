@@ -9,7 +9,7 @@ has failed, and which holds nothing. With full attention alone vLLM's sum is rig
 is noted here.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -56,12 +56,18 @@ class Turns:
     """
 
     def __init__(
-        self, config: SchedulerOffloadConfig, blocks: int, caps: dict[int, int], ahead: int
+        self,
+        config: SchedulerOffloadConfig,
+        blocks: int,
+        caps: dict[int, int],
+        ahead: int,
+        note: Callable[[str], None],
     ) -> None:
         """The accelerator's blocks, the null block left out; what one request holds at most.
 
         `caps`: blocks per request, for the groups that give up blocks. `ahead`: tokens beyond
-        its own that a request needs slots for.
+        its own that a request needs slots for. `note` is told why a request is held back, once
+        for each of its waits: `room`, `behind` (the first one that found no room) or `failed`.
         """
         self._groups = config.kv_group_configs
         self._blocks = blocks
@@ -69,6 +75,8 @@ class Turns:
         self._ahead = ahead
         self._loaded: dict[str, _Place] = {}
         self._first: str | None = None
+        self._note = note
+        self._held: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._loaded)
@@ -87,11 +95,14 @@ class Turns:
             self._first = None
             return True
         if self._first not in (None, request.request_id):
+            self._hold(request, "behind")
             return False
         places = [*others, self._place(request, computed)]
         held = sum(place.held for place in places)
         fits = held + max(place.rest for place in places) <= self._blocks
         self._first = None if fits else request.request_id
+        if not fits:
+            self._hold(request, "room")
         return fits
 
     def stands_back(self, request: Any, free: int) -> bool:
@@ -102,9 +113,15 @@ class Turns:
         others = self._others(request)
         needs = 2 * self._place(request, 0).whole + sum(place.rest for place in others)
         back = bool(others) and needs > free
-        if back and self._first is None:
-            self._first = request.request_id
+        if back:
+            self._hold(request, "failed")
+            self._first = self._first or request.request_id
         return back
+
+    def _hold(self, request: Any, reason: str) -> None:
+        if request.request_id not in self._held:
+            self._held.add(request.request_id)
+            self._note(reason)
 
     def _others(self, request: Any) -> list[_Place]:
         self.pass_on()
@@ -115,6 +132,7 @@ class Turns:
         """The request was given its blocks: it loads so many tokens after the local ones."""
         if not self._caps:
             return
+        self._held.discard(request.request_id)
         if loaded:
             self._loaded[request.request_id] = self._place(request, local + loaded)
         elif self._first == request.request_id:
@@ -129,6 +147,12 @@ class Turns:
             if req_id not in scheduled and place.waits
         }
 
+    def forget(self, ended: Collection[str]) -> None:
+        """These requests are over: nobody waits behind them."""
+        self._held.difference_update(ended)
+        if self._first in ended:
+            self._first = None
+
     def _place(self, request: Any, computed: int) -> _Place:
         held = whole = 0
         for index, group in enumerate(self._groups):
@@ -141,7 +165,12 @@ class Turns:
         return _Place(request, held, whole)
 
 
-def turns_for(config: SchedulerOffloadConfig, vllm_config: Any, kv_cache_config: Any) -> Turns:
+def turns_for(
+    config: SchedulerOffloadConfig,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    note: Callable[[str], None],
+) -> Turns:
     """Of use only where a group gives up blocks behind a window, or all before its chunk."""
     caps = {
         index: group.kv_cache_spec.max_admission_blocks_per_request(
@@ -154,4 +183,4 @@ def turns_for(config: SchedulerOffloadConfig, vllm_config: Any, kv_cache_config:
     drafts = vllm_config.speculative_config
     # A token to come, the drafts for it, and slots for as many drafts again.
     ahead = 1 + 2 * int(drafts.num_speculative_tokens) if drafts is not None else 0
-    return Turns(config, int(kv_cache_config.num_blocks) - 1, caps, ahead)
+    return Turns(config, int(kv_cache_config.num_blocks) - 1, caps, ahead, note)

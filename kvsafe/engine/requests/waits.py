@@ -64,6 +64,17 @@ class Waits:
         if wait is not None:
             self._release(wait, wait.told - wait.now)
 
+    def asks_again(self, request: str, key: bytes) -> None:
+        """The request was told to ask for this chunk again: nothing is here yet to be kept."""
+        wait = self._waits.get(request)
+        if wait is not None:
+            wait.now.add(key)
+
+    def told(self, request: str) -> set[bytes]:
+        """The chunks that the request was told of, or to ask for again, when it last asked."""
+        wait = self._waits.get(request)
+        return set() if wait is None else set(wait.now)
+
     def start_promotion(self, request: str, key: bytes) -> None:
         """The request has caused a promotion of this chunk."""
         wait = self._waits.get(request)

@@ -315,7 +315,8 @@ class ProvingTier(SecondaryTierManager):
         names = self._desk.names
         arrived = None if result.success else set(result.successful_keys or ())
         for key, row in promotion.keys.items():
-            if arrived is not None and names.name(key) not in arrived:
+            if arrived is not None and (name := names.name(key)) not in arrived:
+                self._desk.verdicts.refused(key, self._bad_objects.pop(name, None))
                 continue
             if key in promotion.opened:
                 self._accept(promotion, key)
