@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
+from conformance.stations import invented_identity
 from fuzz.world import parts
 from fuzz.world.device import PAGE_BYTES
 from fuzz.world.hands import HandPool
@@ -41,21 +42,11 @@ from kvsafe.engine.tiers.names import ObjectNames
 from kvsafe.engine.tiers.patience import RowKeeper
 from kvsafe.engine.tiers.proving import ProofDesk, ProvingTier
 from kvsafe.seal.epoch import EpochFile
-from kvsafe.seal.identity import IDENTITY_FIELDS, Identity
 from kvsafe.seal.keyfile import load_or_create
 from kvsafe.seal.keyring import Keyring
 from kvsafe.seal.refusal import Refusal
 from kvsafe.seal.suites import Suite
 
-_VALUES: dict[str, Any] = {
-    "text": "x",
-    "count": 1,
-    "flag": False,
-    "number": 1.0,
-    "digest": bytes(32),
-    "list": [],
-    "map": {},
-}
 _A_WAIT_S = 1.0
 """What is shorter is a rest: a pause in which copies may go on or not."""
 _MEMORY = Path("/dev/shm")  # noqa: S108 - small files that are written often
@@ -175,11 +166,6 @@ def _home() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def _identity() -> Identity:
-    return Identity.of({field.name: _VALUES[field.kind] for field in IDENTITY_FIELDS})
-
-
-@cache
 def _config(survive: bool) -> KVSafeConfig:
     extra = {
         "cpu_bytes_to_use": 1 << 20,
@@ -203,7 +189,7 @@ def _station(world: parts.Parts) -> Station:
     secret = keyring.state_secret
     epoch = Path(config.state_dir) / f"epoch-{uuid.uuid4().hex}.json"
     file = EpochFile(epoch, lambda data: suite.tag(secret, data), first=1)
-    return Station(config, _identity(), keyring, file, Launch(uuid.uuid4().hex, 1, None))
+    return Station(config, invented_identity(), keyring, file, Launch(uuid.uuid4().hex, 1, None))
 
 
 def _build(vllm_config: Any, kv_cache_config: Any, world: parts.Parts) -> Parts:

@@ -4,30 +4,15 @@
 import os
 import uuid
 from pathlib import Path
-from typing import Any
 
+from conformance.stations import invented_identity
 from kvsafe.engine.config import parse_config
 from kvsafe.engine.station import Launch, Station
 from kvsafe.seal.epoch import EpochFile
-from kvsafe.seal.identity import IDENTITY_FIELDS, Identity
 from kvsafe.seal.keyfile import load_or_create
 from kvsafe.seal.suites import Suite
 
-_VALUES: dict[str, Any] = {
-    "text": "x",
-    "count": 1,
-    "flag": False,
-    "number": 1.0,
-    "digest": bytes(32),
-    "list": [],
-    "map": {},
-}
-
-
-def invented_identity(**changes: object) -> Identity:
-    """An identity with a plain value in every field, and `changes`."""
-    values = {field.name: _VALUES[field.kind] for field in IDENTITY_FIELDS}
-    return Identity.of({**values, **changes})
+__all__ = ["bare_station", "invented_identity"]
 
 
 def bare_station(
