@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from tests.tiers.stores import (
     store_at,
     temporaries,
 )
+from tests.tiers.test_damage import as_dangling, as_fifo, as_link, as_socket
 
 LIBRARY = Batch.load()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="batch.c was not built: no C compiler")
@@ -58,41 +58,9 @@ def _empty(path: Path) -> None:
     os.truncate(path, 0)
 
 
-def _link(path: Path) -> None:
-    elsewhere = path.parent.parent.parent / "elsewhere"
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere)
-
-
-def _dangling(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-def _fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
 def _folder(path: Path) -> None:
     path.unlink()
     path.mkdir(0o700)
-
-
-def _socket(path: Path) -> None:
-    path.unlink()
-    with socket.socket(socket.AF_UNIX) as one, _inside(path.parent):
-        one.bind(path.name)
-
-
-@contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def _readable(path: Path) -> None:
@@ -127,11 +95,11 @@ ODDITIES: tuple[Callable[[Path], None], ...] = (
     _longer,
     _shorter,
     _empty,
-    _link,
-    _dangling,
-    _fifo,
+    as_link,
+    as_dangling,
+    as_fifo,
     _folder,
-    _socket,
+    as_socket,
     _readable,
     _second_name,
     _somebody_elses,
