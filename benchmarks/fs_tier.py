@@ -7,7 +7,7 @@
 Both tiers get the same jobs, all in flight at once, through vLLM's `SecondaryTierManager`
 interface. Each round takes new names, stores them, drops the page cache where that is allowed
 (both tiers read with O_DIRECT where the disk has it), and loads them. `load, opened` is our load
-with keyed opening of every row by the thread that has filled it, as `ProvingTier` has it done,
+with keyed opening of every row by the thread that has read it, as `ProvingTier` has it done,
 against their bare load, which checks nothing. Ratios are theirs / ours in seconds: above 1, ours is
 faster; `best` compares the best rounds, `ratio` is the median over pairs of rounds. Lines with
 `cpu` are seconds of CPU per GB. Ext4 looks, for each new file, at every inode of its group that
@@ -166,18 +166,30 @@ class Sealed:
 
     def load_and_open(self, one: Side, keys: list[bytes]) -> tuple[float, float]:
         """Seconds and CPU seconds until every key is loaded and its row opened."""
-        tier, first, opened = one.tier, one.next_job, Counter[type]()
-
-        def open_one(job: int, place: int) -> None:
-            row = self._region.row((job - first) * ROWS_PER_JOB + place)
-            opened[type(self._bench.opener.open(row, self._bench.key, 0, (0,)))] += 1
-
-        tier.on_filled = open_one
+        tier, opened = one.tier, Counter[type]()
+        tier.in_place = _Opening(self._bench, opened)
         taken = one.run(keys, load=True)
-        tier.on_filled = None
+        tier.in_place = None
         if opened != {Header: len(keys)}:
             raise SystemExit(f"not every row was opened: {opened}")
         return taken
+
+
+class _Opening:
+    """Opens what a tier has read, as `ProvingTier` has it done."""
+
+    def __init__(self, bench: Bench, opened: Counter[type]) -> None:
+        self._bench = bench
+        self._opened = opened
+
+    def open(self, job: int, place: int, row: memoryview) -> bool:
+        """Whether these bytes are right."""
+        answer = self._bench.opener.open(row, self._bench.key, 0, (0,))
+        self._opened[type(answer)] += 1
+        return isinstance(answer, Header)
+
+    def filled(self, job: int, places: list[int]) -> None:
+        """Nobody waits for it here."""
 
 
 def _measure(size: int, options: argparse.Namespace, root: Path) -> list[dict[str, object]]:

@@ -6,11 +6,14 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/aio_abi.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -35,6 +38,14 @@ static void kvsafe_stall(void)
     *(volatile int *)&kvsafe_fault_stalled = 1;
     for (int turn = 0; *at && turn < 60000; turn++)
         usleep(1000);
+}
+
+/* A submitted read that will be short; any other call as it is. */
+static long kvsafe_short(long number, long first, long second, long third, long fourth, long fifth)
+{
+    if (number == SYS_io_submit)
+        (*(struct iocb **)third)->aio_nbytes /= 2;
+    return syscall(number, first, second, third, fourth, fifth);
 }
 
 #define KVSAFE_MET(name, call, half) __extension__({ \
@@ -63,3 +74,10 @@ static void kvsafe_stall(void)
     KVSAFE_MET("pread", pread(fd, into, bytes, at), pread(fd, into, (bytes) / 2, at))
 #define pwrite(fd, row, bytes, at) \
     KVSAFE_MET("pwrite", pwrite(fd, row, bytes, at), pwrite(fd, row, (bytes) / 2, at))
+
+/* Up to five numbers or places, filled up with zeros. */
+#define KVSAFE_FIVE(number, a, b, c, d, e, ...) \
+    (number), (long)(a), (long)(b), (long)(c), (long)(d), (long)(e)
+#define syscall(number, ...) \
+    KVSAFE_MET(&#number[sizeof "SYS_" - 1], syscall(number, __VA_ARGS__), \
+               kvsafe_short(KVSAFE_FIVE(number, __VA_ARGS__, 0, 0, 0, 0)))

@@ -11,10 +11,13 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/aio_abi.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -66,17 +69,20 @@ static int is_plain(const struct stat *info, const struct rule *rule)
         && info->st_size == rule->bytes && in_ns(&info->st_mtim) >= rule->written_min;
 }
 
-/* Per name: PLAIN, ABSENT, or ASIDE. */
-EXPORT void kvsafe_look(int64_t count, const int *folders, const char *const *names,
-                        const struct rule *rule, int32_t *answers)
+/* Per name: PLAIN, ABSENT, or ASIDE. How many names were looked at before time was over. */
+EXPORT int64_t kvsafe_look(int64_t count, const int *folders, const char *const *names,
+                           const struct rule *rule, int32_t *answers)
 {
     for (int64_t i = 0; i < count; i++) {
         struct stat info;
+        if (i > 0 && is_over(rule))
+            return i;
         if (fstatat(folders[i], names[i], &info, AT_SYMLINK_NOFOLLOW) == 0)
             answers[i] = is_plain(&info, rule) ? PLAIN : ASIDE;
         else
             answers[i] = errno == ENOENT ? ABSENT : ASIDE;
     }
+    return count;
 }
 
 /* The time of use, where it is not recent; the time of writing stays. */
@@ -91,14 +97,106 @@ static int mark_used(int fd, const struct stat *info, const struct rule *rule)
     return futimens(fd, times);
 }
 
-static int32_t read_open(int fd, char *into, const struct rule *rule, struct seen *seen)
+/* Reads past the page cache go to the disk together: each thread has a queue for them (io_setup),
+ * made at its first batch, gone with the thread. Where there is none (0), or it does not take a
+ * read (another process after a fork), files are read one after the other. */
+enum { TOGETHER = 32 };
+
+static pthread_key_t queue_key;
+static pthread_once_t queue_once = PTHREAD_ONCE_INIT;
+static int has_queues;
+
+static void queue_end(void *queue)
+{
+    /* Waits for what is under way. */
+    (void)!syscall(SYS_io_destroy, (aio_context_t)queue);
+}
+
+static void queues_begin(void)
+{
+    has_queues = pthread_key_create(&queue_key, queue_end) == 0;
+}
+
+static aio_context_t own_queue(void)
+{
+    (void)pthread_once(&queue_once, queues_begin);
+    if (!has_queues)
+        return 0;
+    aio_context_t queue = (aio_context_t)pthread_getspecific(queue_key);
+    if (queue != 0 || syscall(SYS_io_setup, TOGETHER, &queue) != 0)
+        return queue;
+    if (pthread_setspecific(queue_key, (void *)queue) == 0)
+        return queue;
+    queue_end((void *)queue);
+    return 0;
+}
+
+/* Whether a read was begun. */
+static int begin_read(aio_context_t queue, struct iocb *read, int fd, char *into, int64_t bytes,
+                      int64_t at)
+{
+    memset(read, 0, sizeof *read);
+    read->aio_lio_opcode = IOCB_CMD_PREAD;
+    read->aio_fildes = (uint32_t)fd;
+    read->aio_buf = (uintptr_t)into;
+    read->aio_nbytes = (uint64_t)bytes;
+    read->aio_data = (uint64_t)at;
+    return syscall(SYS_io_submit, queue, 1, &read) == 1;
+}
+
+/* Wait for every read that was begun: before that no buffer may be used for anything. */
+static void end_reads(aio_context_t queue, int64_t begun, int64_t bytes, int32_t *answers)
+{
+    while (begun > 0) {
+        struct io_event events[TOGETHER];
+        long ended = syscall(SYS_io_getevents, queue, begun, TOGETHER, events, NULL);
+        if (ended < 0 && errno == EINTR)
+            continue;
+        if (ended <= 0) {
+            /* As no kernel should. The reads end all the same, and count as none. */
+            (void)pthread_setspecific(queue_key, NULL);
+            queue_end((void *)queue);
+            return;
+        }
+        for (long i = 0; i < ended; i++)
+            answers[events[i].data] = events[i].res == bytes ? PLAIN : ASIDE;
+        begun -= ended;
+    }
+}
+
+static int may_read(int fd, const struct rule *rule, struct seen *seen)
 {
     struct stat info;
     if (fstat(fd, &info) != 0 || !is_plain(&info, rule) || mark_used(fd, &info, rule) != 0)
-        return ASIDE;
+        return 0;
     seen->inode = info.st_ino;
     seen->written = in_ns(&info.st_mtim);
-    return pread(fd, into, (size_t)rule->bytes, 0) == rule->bytes ? PLAIN : ASIDE;
+    return 1;
+}
+
+/* At most TOGETHER files. */
+static void read_some(int64_t count, const int *folders, const char *const *names,
+                      char *const *buffers, int flags, const struct rule *rule,
+                      int32_t *answers, struct seen *seen)
+{
+    struct iocb reads[TOGETHER];
+    int fds[TOGETHER];
+    int64_t begun = 0;
+    aio_context_t queue = flags & O_DIRECT && count > 1 ? own_queue() : 0;
+    for (int64_t i = 0; i < count; i++) {
+        answers[i] = ASIDE;
+        fds[i] = i > 0 && is_over(rule) ? -1 : openat(folders[i], names[i], flags);
+        if (fds[i] < 0 || !may_read(fds[i], rule, &seen[i]))
+            continue;
+        if (queue != 0 && begin_read(queue, &reads[i], fds[i], buffers[i], rule->bytes, i))
+            begun++;
+        else if (pread(fds[i], buffers[i], (size_t)rule->bytes, 0) == rule->bytes)
+            answers[i] = PLAIN;
+    }
+    end_reads(queue, begun, rule->bytes, answers);
+    for (int64_t i = 0; i < count; i++)
+        if (fds[i] >= 0 && close(fds[i]) != 0)
+            answers[i] = ASIDE;
 }
 
 /* Read whole files into buffers of `rule->bytes`. Per file: PLAIN, or ASIDE (buffer undefined). */
@@ -106,16 +204,10 @@ EXPORT void kvsafe_read(int64_t count, const int *folders, const char *const *na
                         char *const *buffers, int flags, const struct rule *rule,
                         int32_t *answers, struct seen *seen)
 {
-    for (int64_t i = 0; i < count; i++) {
-        answers[i] = ASIDE;
-        if (i > 0 && is_over(rule))
-            continue;
-        int fd = openat(folders[i], names[i], flags);
-        if (fd < 0)
-            continue;
-        answers[i] = read_open(fd, buffers[i], rule, &seen[i]);
-        if (close(fd) != 0)
-            answers[i] = ASIDE;
+    for (int64_t at = 0; at < count; at += TOGETHER) {
+        int64_t some = count - at < TOGETHER ? count - at : TOGETHER;
+        read_some(some, folders + at, names + at, buffers + at, flags, rule, answers + at,
+                  seen + at);
     }
 }
 

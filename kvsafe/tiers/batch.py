@@ -10,6 +10,7 @@ import ctypes
 import importlib.machinery
 import os
 import stat
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,8 +69,9 @@ class Batch:
         if tuple((ctypes.c_int32 * 2).in_dll(library, "kvsafe_batch_sizes")) != sizes:
             raise ValueError("a shared object of another version")
         self._library = library
-        for name in ("look", "read", "write", "publish", "copy"):
+        for name in ("read", "write", "publish", "copy"):
             getattr(library, f"kvsafe_{name}").restype = None
+        library.kvsafe_look.restype = ctypes.c_int64
 
     @classmethod
     def load(cls) -> "Batch | None":
@@ -85,13 +87,13 @@ class Batch:
         return None
 
     def look(self, folders: Sequence[int], names: Sequence[bytes], rule: Rule) -> list[int]:
-        """Per name PLAIN, ABSENT or ASIDE."""
+        """Per name PLAIN, ABSENT or ASIDE, for as many of them as there was time for."""
         count = _same_length(names, folders)
         answers = (ctypes.c_int32 * count)()
-        self._library.kvsafe_look(
+        done = self._library.kvsafe_look(
             ctypes.c_int64(count), _ints(folders), _texts(names), ctypes.byref(rule), answers
         )
-        return answers[:]
+        return answers[:done]
 
     def read(
         self,
@@ -194,7 +196,7 @@ def check_lengths(views: Sequence[memoryview], length: int) -> None:
 
 
 def _ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
-    return (ctypes.c_int * len(values))(*values)
+    return (ctypes.c_int * len(values)).from_buffer(array("i", values))
 
 
 def _texts(values: Sequence[bytes]) -> ctypes.Array[ctypes.c_char_p]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule, check_lengths
 from kvsafe.tiers.buffers import page_aligned
 from kvsafe.tiers.chunkfile import Sync
-from kvsafe.tiers.folders import Folders
+from kvsafe.tiers.folders import Folders, Handle
 from kvsafe.tiers.keeper import FRESH_S
 from kvsafe.tiers.outcome import DONE, PRESENT, Answer, FileId, Outcome
 from kvsafe.tiers.storing import Storing
@@ -47,13 +47,27 @@ class PlainCourse:
         self._ttl_s = ttl_s
         self._batch_s = batch_s
 
-    def look(self, names: Sequence[bytes]) -> list[bool | None]:
-        """Per name whether a chunk can be there; None for the long way."""
+    def look(self, names: Sequence[bytes], within_s: float) -> list[bool | None]:
+        """Per name whether a chunk can be there, None for the long way, as far as time goes.
+
+        At least one answer, where there is a name.
+        """
+        places = [self._folders.place(name) for name in names]
+        handles = self._folders.take_all([bucket for bucket, _ in places], make=False)
+        try:
+            rule = self._rule(within_s)
+            if None not in handles:
+                files = [name.encode() for _, name in places]
+                return [_THERE[answer] for answer in self._batch.look(_fds(handles), files, rule)]
+            there = [at for at, handle in enumerate(handles) if handle is not None]
+            files = [places[at][1].encode() for at in there]
+            found = self._batch.look(_fds(handles), files, rule)
+        finally:
+            self._folders.drop_all(handles)
         answers: list[bool | None] = [None] * len(names)
-        with self._opened(names) as files:
-            for file, found in zip(files, self._found(files), strict=True):
-                answers[file.at] = None if found == ASIDE else found == PLAIN
-        return answers
+        for at, answer in zip(there, found, strict=False):
+            answers[at] = _THERE[answer]
+        return answers if len(found) == len(there) else answers[: there[len(found)]]
 
     def read(self, names: Sequence[bytes], into: Sequence[memoryview]) -> list[FileId | None]:
         """Fill buffers of one row each; per name the file it was, None for the long way."""
@@ -136,18 +150,19 @@ class PlainCourse:
         """Copy buffers of one length, each to each."""
         self._batch.copy(targets, sources)
 
-    def _rule(self) -> Rule:
+    def _rule(self, within_s: float | None = None) -> Rule:
         return Rule.of(
             self._folders.row_bytes,
             self._calls.now(),
-            self._calls.clock() + self._batch_s,
+            self._calls.clock() + (self._batch_s if within_s is None else within_s),
             self._ttl_s,
             FRESH_S,
         )
 
     def _found(self, files: Sequence["_File"]) -> list[int]:
         folders = [file.folder for file in files]
-        return self._batch.look(folders, [file.name.encode() for file in files], self._rule())
+        found = self._batch.look(folders, [file.name.encode() for file in files], self._rule())
+        return found + [ASIDE] * (len(files) - len(found))
 
     @contextmanager
     def _opened(self, names: Sequence[bytes], *, make: bool = False) -> Iterator[list["_File"]]:
@@ -165,6 +180,11 @@ class PlainCourse:
 
 
 _GIVEN_UP = Outcome(Answer.LATE)
+_THERE = {PLAIN: True, ABSENT: False, ASIDE: None}
+
+
+def _fds(handles: Sequence[Handle | None]) -> list[int]:
+    return [handle.fd for handle in handles if handle is not None]
 
 
 @dataclass(slots=True)

@@ -43,7 +43,7 @@ class StoreRefused(RuntimeError):
     """The root folder cannot be used; the text says why and what to do."""
 
 
-class _Handle:
+class Handle:
     """An open bucket; it is closed when it is forgotten and nobody uses it any more."""
 
     __slots__ = ("fd", "forgotten", "users")
@@ -62,7 +62,7 @@ class Folders:
         self.row_bytes = row_bytes
         self._flaw_number = flaw_number
         self._lock = threading.Lock()
-        self._buckets: OrderedDict[str, _Handle] = OrderedDict()
+        self._buckets: OrderedDict[str, Handle] = OrderedDict()
         self._handles = _handle_limit()
         self._scarce = self._handles < _HANDLES[1]
         self._lingering = 0
@@ -214,7 +214,7 @@ class Folders:
         """
         return Bucket(self, key, make)
 
-    def take(self, key: str, make: bool) -> _Handle:
+    def take(self, key: str, make: bool) -> Handle:
         """Open or find a bucket and count one more user."""
         handle = self._take_open(key)
         if handle is not None:
@@ -223,34 +223,40 @@ class Folders:
         with self._lock:
             spare, handle = fd, self._buckets.get(key)
             if handle is None:
-                spare, handle = -1, _Handle(fd)
+                spare, handle = -1, Handle(fd)
                 self._buckets[key] = handle
             handle.users += 1
             closing = [spare, *self._over_limit()]
         self._close_all(closing)
         return handle
 
-    def take_all(self, keys: list[str], make: bool) -> list[_Handle | None]:
+    def take_all(self, keys: list[str], make: bool) -> list[Handle | None]:
         """As `take` for many; None for each that cannot be had, or not without too many open."""
-        handles: list[_Handle | None] = []
+        with self._lock:
+            handles = [self._found(key) for key in keys]
         try:
-            for key in keys:
-                handles.append(self._take_open(key) or self._take_new(key, make))
+            for at, handle in enumerate(handles):
+                if handle is None:
+                    handles[at] = self._take_open(keys[at]) or self._take_new(keys[at], make)
         except BaseException:
             self.drop_all(handles)
             raise
         return handles
 
-    def _take_open(self, key: str) -> _Handle | None:
+    def _take_open(self, key: str) -> Handle | None:
         with self._lock:
-            handle = self._buckets.get(key)
-            if handle is not None:
-                handle.users += 1
-                if self._scarce:
-                    self._buckets.move_to_end(key)
-            return handle
+            return self._found(key)
 
-    def _take_new(self, key: str, make: bool) -> _Handle | None:
+    def _found(self, key: str) -> Handle | None:
+        """An open bucket with one more user (inside the lock)."""
+        handle = self._buckets.get(key)
+        if handle is not None:
+            handle.users += 1
+            if self._scarce:
+                self._buckets.move_to_end(key)
+        return handle
+
+    def _take_new(self, key: str, make: bool) -> Handle | None:
         if self._lingering >= self._handles // _LINGERING_PART:
             return None
         try:
@@ -258,7 +264,7 @@ class Folders:
         except OSError:
             return None
 
-    def drop_all(self, handles: list[_Handle | None]) -> None:
+    def drop_all(self, handles: list[Handle | None]) -> None:
         """One user less of each."""
         closing = []
         with self._lock:
@@ -278,13 +284,13 @@ class Folders:
                 closing.append(oldest.fd)
         return closing
 
-    def _forget(self, handle: _Handle) -> bool:
+    def _forget(self, handle: Handle) -> bool:
         """Whether a handle that is no longer in the table can be closed now (inside the lock)."""
         handle.forgotten = True
         self._lingering += handle.users > 0
         return handle.users == 0
 
-    def drop(self, handle: _Handle) -> None:
+    def drop(self, handle: Handle) -> None:
         """One user less."""
         self.drop_all([handle])
 
@@ -368,7 +374,7 @@ class Bucket:
         self._folders = folders
         self._key = key
         self._make = make
-        self._handle: _Handle | None = None
+        self._handle: Handle | None = None
 
     def __enter__(self) -> int:
         if not self._key:

@@ -23,10 +23,11 @@ class _Record:
 
 
 class LookupDesk:
-    """Names asked for by the requests of one engine. Used by one thread."""
+    """Names asked for by the requests of one engine, in batches. Used by one thread."""
 
-    def __init__(self, limit: int = NAMES_LIMIT) -> None:
+    def __init__(self, limit: int = NAMES_LIMIT, batch: int = BATCH) -> None:
         self._limit = limit
+        self._batch = batch
         self._records: dict[bytes, _Record] = {}
         self._by_request: dict[Hashable, set[bytes]] = {}
         self._new: list[bytes] = []
@@ -55,7 +56,8 @@ class LookupDesk:
             if record is not None and not record.asked:
                 record.asked = True
                 wanted.append(name)
-        return [wanted[at : at + BATCH] for at in range(0, len(wanted), BATCH)]
+        step = self._batch
+        return [wanted[at : at + step] for at in range(0, len(wanted), step)]
 
     def answer(self, names: Iterable[bytes], found: Iterable[bool]) -> None:
         """Note what a batch has found. What was settled meanwhile stays as it is."""

@@ -293,16 +293,21 @@ class ChunkStore:
 
     def look(self, names: Iterable[bytes]) -> list[bool]:
         """Per name, whether a file that can be this chunk is there now."""
-        asked = list(names)
-        plain: list[bool | None] = [None] * len(asked)
+        return self.look_for(list(names), float("inf"))
+
+    def look_for(self, names: list[bytes], within_s: float) -> list[bool]:
+        """As `look`, for as many of the names as that takes; at least for one."""
+        until = self.calls.clock() + within_s
+        plain: list[bool | None] = [None] * len(names)
         if self._course is not None:
-            plain = self._course.look(asked)
+            plain = self._course.look(names, within_s)
         answers: list[bool] = []
-        found = True
-        for name, answer in zip(asked, plain, strict=True):
+        for name, answer in zip(names, plain, strict=False):
+            if answer is None and answers and self.calls.clock() > until:
+                break
             # Prefixes are asked for: what follows a hit is likely one, and so with misses.
-            found = self._look(name, likely=found) if answer is None else answer
-            answers.append(found)
+            likely = not answers or answers[-1]
+            answers.append(self._look(name, likely=likely) if answer is None else answer)
         return answers
 
     def _look(self, name: bytes, *, likely: bool) -> bool:

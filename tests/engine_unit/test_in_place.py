@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of our own disk tier are opened in the thread that has filled them; those of no other."""
+"""Rows of our own disk tier are opened in the thread that has read them; those of no other."""
 
 import threading
 from collections.abc import Iterator
@@ -57,13 +57,13 @@ def world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[DiskWorld]:
     """A world that holds A and B on disk only."""
-    right = ProvingTier._open
+    right = ProvingTier._open_bytes
 
-    def noted(self: Any, key: OffloadKey, row: int) -> Refusal | None:
+    def noted(self: Any, key: OffloadKey, row: memoryview) -> Refusal | None:
         made.openers.append(threading.current_thread().name)
         return right(self, key, row)
 
-    monkeypatch.setattr(ProvingTier, "_open", noted)
+    monkeypatch.setattr(ProvingTier, "_open_bytes", noted)
     made = DiskWorld(tmp_path, getattr(request, "param", KVSafeFsTier))
     with running(made):
         made.store(A, B)
@@ -82,7 +82,7 @@ def test_a_row_is_opened_once_by_the_thread_that_read_it(world: DiskWorld) -> No
 def test_rows_of_another_class_are_opened_when_its_job_has_ended(world: DiskWorld) -> None:
     assert world.ask(A) is HIT
     assert [name.startswith("kvsafe-fs") for name in world.openers] == [False]
-    assert world.tier.inner.on_filled is None
+    assert world.tier.inner.in_place is None
     world.prove_offers()
 
 
@@ -100,39 +100,68 @@ def test_a_changed_byte_is_refused_once_and_the_file_goes(world: DiskWorld) -> N
 def test_an_opening_that_fails_is_made_again_when_the_job_has_ended(
     world: DiskWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = ProvingTier._open
+    noted = ProvingTier._open_bytes
 
-    def lame(self: Any, key: OffloadKey, row: int) -> Refusal | None:
+    def lame(self: Any, key: OffloadKey, row: memoryview) -> Refusal | None:
         answer = noted(self, key, row)
         if threading.current_thread().name.startswith("kvsafe-fs"):
             raise RuntimeError("a fault of ours")
         return answer
 
-    monkeypatch.setattr(ProvingTier, "_open", lame)
-    open_in_place(world.tier.inner, world.tier._promotions, world.tier._open)
+    monkeypatch.setattr(ProvingTier, "_open_bytes", lame)
+    open_in_place(world.tier.inner, world.tier._promotions, world.tier._open_bytes)
     assert world.ask(A) is HIT
     assert [name.startswith("kvsafe-fs") for name in world.openers] == [True, False]
 
 
 def test_a_row_of_a_load_that_was_given_up_is_nobodys(world: DiskWorld) -> None:
-    filled = world.tier.inner.on_filled
-    filled(12345, 0)
+    in_place, row = world.tier.inner.in_place, memoryview(bytearray(world.tier.block_size_bytes))
+    assert not in_place.open(12345, 0, row)
+    in_place.filled(12345, [0])
     assert world.openers == []
     world.tier._promotions[12345] = Promotion({A: 0})
-    filled(12345, 0)
+    assert not in_place.open(12345, 0, row)
     del world.tier._promotions[12345]
     assert len(world.openers) == 1
 
 
-def test_what_was_filled_before_the_job_was_given_up_is_not_opened(tmp_path: Path) -> None:
-    calls, stall = FaultyOs(), Stall()
-    world = FsWorld(tmp_path / "store", calls)
-    told: list[tuple[int, int]] = []
+class _Opening:
+    """Accepts what it is given, and notes places."""
+
+    def __init__(self, refused: int = -1) -> None:
+        self.asked: list[int] = []
+        self.told: list[int] = []
+        self._refused = refused
+
+    def open(self, job: int, place: int, row: memoryview) -> bool:
+        self.asked.append(place)
+        return place != self._refused
+
+    def filled(self, job: int, places: list[int]) -> None:
+        self.told += places
+
+
+def test_only_what_was_right_counts_as_opened(tmp_path: Path) -> None:
+    world = FsWorld(tmp_path / "store", FaultyOs())
+    opening = _Opening(refused=0)
     try:
         assert world.store(1, 2).success
-        world.tier.on_filled = lambda job, place: told.append((job, place))
+        world.tier.in_place = opening
         assert world.load(1, 2).success
-        assert [place for _, place in told] == [0, 1]
+    finally:
+        world.tier.shutdown()
+    assert (opening.asked, opening.told) == ([0, 1], [1])
+
+
+def test_what_was_opened_for_a_job_that_was_given_up_is_not_filled(tmp_path: Path) -> None:
+    calls, stall = FaultyOs(), Stall()
+    world = FsWorld(tmp_path / "store", calls)
+    opening = _Opening()
+    try:
+        assert world.store(1, 2).success
+        world.tier.in_place = opening
+        assert world.load(1, 2).success
+        assert opening.told == [0, 1]
         calls.only_threads = ("kvsafe-fs",)
         calls.plan("read", stalled(stall), 2, 1)
         job = world.submit(1, 2, load=True)
@@ -142,4 +171,4 @@ def test_what_was_filled_before_the_job_was_given_up_is_not_opened(tmp_path: Pat
     finally:
         stall.let_go.set()
         world.tier.shutdown()
-    assert len(told) == 2
+    assert opening.told == [0, 1]

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 
 import kvsafe.tiers
+from fuzz.campaigns.batches import pages
 from kvsafe.tiers import batch
 from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule
 from kvsafe.tiers.calls import QuickOs
@@ -64,6 +65,10 @@ def _ways(library: Batch, folder: Path) -> list[object]:
     """What the bare functions say of one folder: for the seeded faults below."""
     _make(folder)
     good = folder / "good"
+    try:
+        os.close(os.open(good, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("no direct I/O on this file system")
     names = [b"good", b"longer", b"shorter", b"mode", b"link", b"old", b"two", b"gone"]
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -76,12 +81,17 @@ def _ways(library: Batch, folder: Path) -> list[object]:
         rows = [memoryview(bytearray(row_of(7)))] * 2
         wrote = library.write([fd] * 2, [b"good", b"new"], rows, False, True, rule)
         os.utime(good, (now - 3600, now - 7200))
+        past = pages(len(names))
+        directly = library.read(folders, names[::-1], past, True, rule)
         again = [memoryview(bytearray(ROW))]
         used = library.read([fd], [b"good"], again, False, rule)
         return [
             library.look(folders, names, rule),
+            library.look(folders, names, late),
             [which is not None for which in read],
             bytes(into[0]) == row_of(1),
+            [which is not None for which in directly],
+            bytes(past[-1]) == row_of(1),
             [which and which.inode == good.stat().st_ino for which in (read[0], *used)],
             good.stat().st_atime > now - 60 and int(good.stat().st_mtime) == int(now - 7200),
             wrote,
@@ -104,7 +114,10 @@ def _ways(library: Batch, folder: Path) -> list[object]:
 
 EXPECTED: list[object] = [
     [PLAIN, *[ASIDE] * 6, ABSENT],
+    [PLAIN],
     [True, *[False] * 7],
+    True,
+    [*[False] * 7, True],
     True,
     [True, True],
     True,
@@ -147,7 +160,12 @@ SEEDED = (
     ("in_ns(&time) > rule->until", "0"),
     ("RENAME_NOREPLACE", "0"),
     ("seen->inode = info.st_ino;", "seen->inode = 0;"),
-    ("pread(fd, into, (size_t)rule->bytes, 0)", "pread(fd, into, (size_t)rule->bytes - 1, 0) + 1"),
+    ("(size_t)rule->bytes, 0) == rule->bytes)\n", "(size_t)rule->bytes - 1, 0) > 0)\n"),
+    ("read->aio_nbytes = (uint64_t)bytes;", "read->aio_nbytes = 512;"),
+    ("answers[events[i].data] = ", "answers[i] = "),
+    ("read->aio_buf = (uintptr_t)into;", "read->aio_buf = (uintptr_t)into + 4096;"),
+    ("read->aio_fildes = (uint32_t)fd;", ""),
+    ("            begun++;", "            (void)begun;"),
     ("return errno;\n    if (taken", "return PLAIN;\n    if (taken"),
     ("taken != rule->bytes", "0"),
 )

@@ -8,13 +8,12 @@ a row that belongs to somebody else by then. Under vLLM's own spec `SealingFsTie
 (`second_door.py`) takes its place.
 """
 
-import threading
+import queue
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -32,11 +31,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvsafe.engine.config.problems import ConfigError, Refused, under
-from kvsafe.engine.config.tiers import check_kvsafe_fs
 from kvsafe.engine.fs.objects import FsEvents, FsTally, FsTierObjects, fs_metric_definitions
+from kvsafe.engine.fs.options import TIER_TYPE, checked_options, deadline_s, store_setting
 from kvsafe.engine.journal import logger
-from kvsafe.seal.refusal import RefusalKind
 from kvsafe.tiers import (
     LOAD,
     LOOK,
@@ -47,15 +44,30 @@ from kvsafe.tiers import (
     Os,
     Outcome,
     Pool,
-    StoreSetting,
     Ticket,
 )
 from kvsafe.tiers.buffers import ThreadBuffers
 
-TIER_TYPE = "kvsafe-fs"
 _PAUSE_S = 0.001
 _AT_ONCE = 16
 _AT_ONCE_BYTES = 2 << 20
+_THREADS = 16
+_FEW, _MANY = 8, 8
+"""So few threads where so many reads of each are under way: more would wait for each other."""
+_LOOKUPS = 2048
+_LOOK_S = 0.02
+
+
+class RowOpener(Protocol):
+    """Opens rows where they are, for a tier that asks it to. Called by several threads."""
+
+    def open(self, job: int, place: int, row: memoryview) -> bool:
+        """Whether the bytes (uint8, one row) that a job has read for this place are right."""
+        ...
+
+    def filled(self, job: int, places: list[int]) -> None:
+        """Those bytes are in the rows now. Places are the ones that were right."""
+        ...
 
 
 @dataclass(slots=True)
@@ -91,11 +103,11 @@ class KVSafeFsTier(SecondaryTierManager):
         chosen = checked_options(options)
         if "locality" in chosen:
             self.locality = Locality(chosen["locality"])
-        self._deadline_s = _deadline_s(chosen)
+        self._deadline_s = deadline_s(chosen)
         self._row_bytes = int(self.block_size_bytes)
         self._rows = memoryview(primary_kv_view).cast("B")
         file_bytes, quarantine = self._prepare(offloading_spec)
-        setting = _setting(chosen, file_bytes, quarantine)
+        setting = store_setting(chosen, file_bytes, quarantine)
         self.store = ChunkStore(setting, calls)
         self.objects = FsTierObjects(self.store)
         wanted = getattr(offloading_spec, "kv_events_config", None)
@@ -107,17 +119,17 @@ class KVSafeFsTier(SecondaryTierManager):
         # Small rows go several to a thread at once: handing over costs as much as reading.
         self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // file_bytes))
         self._buffers = ThreadBuffers(file_bytes, self._at_once)
-        self._desk = LookupDesk()
+        self._desk = LookupDesk(batch=_LOOKUPS)
+        self._seen: queue.SimpleQueue[tuple[list[bytes], list[bool]]] = queue.SimpleQueue()
         self._answers_due = False
         self._clock = self.store.calls.clock
-        threads = int(chosen.get("threads", 16))
+        threads = int(chosen.get("threads", _FEW if self._at_once >= _MANY else _THREADS))
         # Half prefers loads, half stores; lookups have a thread that never transfers.
         teams = [(LOAD, STORE) if place % 2 == 0 else (STORE, LOAD) for place in range(threads)]
         self._pool = Pool([(LOOK,), *teams], self._deadline_s, threads, self.store.calls.clock)
         self._jobs: dict[int, Job] = {}
-        self.on_filled: Callable[[int, int], None] | None = None
-        """Told the job and the place in it of each row that was filled, by the thread that did."""
-        self._opening = threading.Lock()
+        self.in_place: RowOpener | None = None
+        """Opens rows between their read and their place in memory, in the thread that read."""
         self._finished: list[JobResult] = []
         self._tally = FsTally(self.store, tier_type)
         logger.info(
@@ -174,8 +186,14 @@ class KVSafeFsTier(SecondaryTierManager):
         self._collect()
         self._answers_due = True
 
-    def _look(self, names: list[bytes], ticket: Ticket) -> list[bool]:
-        return self.store.look(names)
+    def _look(self, names: list[bytes], ticket: Ticket) -> None:
+        """Look for names a while at a time: the answers of a while do not wait for the rest."""
+        while names:
+            found = self.store.look_for(names, _LOOK_S)
+            if not ticket.renew(self._clock()):
+                return
+            self._seen.put((names[: len(found)], found))
+            names = names[len(found) :]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store rows; each one succeeds or fails by itself."""
@@ -237,19 +255,22 @@ class KVSafeFsTier(SecondaryTierManager):
             for place, buffer, outcome in zip(places, buffers, outcomes, strict=False)
         ]
         filled = [at for at, outcome in enumerate(outcomes) if outcome.good]
+        opened = self._opened(job, [places[at] for at in filled], [buffers[at] for at in filled])
         # From the claim to the end no row of it can be given away.
         if filled and ticket.claim():
             rows = [self._row(job.rows[places[at]]) for at in filled]
             self._fill_rows(rows, [buffers[at] for at in filled])
-            if self.on_filled is not None and self._opening.acquire(timeout=self._deadline_s / 4):
-                # One thread at a time: else they take turns within each row, and all are slower.
-                # What is not opened here is opened when the job has ended.
-                try:
-                    for at in filled:
-                        self.on_filled(job.number, places[at])
-                finally:
-                    self._opening.release()
+            if self.in_place is not None:
+                self.in_place.filled(job.number, opened)
         return outcomes
+
+    def _opened(self, job: Job, places: list[int], buffers: list[memoryview]) -> list[int]:
+        """The places whose bytes were opened already, if that is wanted."""
+        if self.in_place is None:
+            return []
+        number, open_row = job.number, self.in_place.open
+        pairs = zip(places, buffers, strict=True)
+        return [place for place, buffer in pairs if open_row(number, place, buffer)]
 
     def _judged(self, job: Job, place: int, buffer: memoryview, outcome: Outcome) -> Outcome:
         """What a load comes to: rows that come sealed are opened by whoever has asked for them."""
@@ -259,10 +280,16 @@ class KVSafeFsTier(SecondaryTierManager):
         self.store.copy(rows, buffers)
 
     def _collect(self) -> None:
-        for tag, result in self._pool.poll():
+        ended = self._pool.poll()
+        while True:
+            try:
+                self._desk.answer(*self._seen.get_nowait())
+            except queue.Empty:
+                break
+        for tag, result in ended:
             if isinstance(tag, tuple) and isinstance(tag[0], bytes):
-                found = result if isinstance(result, list) else [False] * len(tag)
-                self._desk.answer(tag, found)
+                if result is not None:  # late: what it has not found out is a miss
+                    self._desk.answer(tag, [False] * len(tag))
             elif isinstance(tag, tuple):
                 job_id, first, count = tag
                 # One outcome for all is the pool's: late, or a fault of our own.
@@ -348,29 +375,3 @@ class KVSafeFsTier(SecondaryTierManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Counts since the last call, and the present gauges."""
         return self._tally.stats(self._pool.counts.stuck)
-
-
-def checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a tier by the table of `kvsafe-fs`. Raises `ConfigError`."""
-    given: dict[object, object] = {"type": TIER_TYPE}
-    given.update(options)
-    try:
-        return check_kvsafe_fs(given)
-    except Refused as refused:
-        raise ConfigError(f"{TIER_TYPE}:", under(TIER_TYPE, refused.problems)) from None
-
-
-def _deadline_s(chosen: dict[str, Any]) -> float:
-    return float(chosen.get("deadline_s", 10.0))
-
-
-def _setting(chosen: dict[str, Any], file_bytes: int, quarantine: str) -> StoreSetting:
-    names = ("capacity_bytes", "reserve_bytes", "ttl_s", "sync", "direct_io")
-    return StoreSetting(
-        root=str(Path(chosen["root_dir"]).expanduser()),
-        row_bytes=file_bytes,
-        quarantine=chosen.get("quarantine", quarantine),
-        flaw_number=int(RefusalKind.TIER_OBJECT),
-        batch_s=_deadline_s(chosen) / 4,
-        **{name: chosen[name] for name in names if name in chosen},
-    )

@@ -16,10 +16,17 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvsafe.engine.tiers.door import TierDoor, clean_number
 
 _GUESTS = 4096
+
+
+def source_of(tier: Any) -> CacheHitSource:
+    """Where a tier says that its hits come from; unspecified if it says something else."""
+    source = tier.cache_hit_source
+    return source if isinstance(source, CacheHitSource) else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 class DetectorDoor:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of our own disk tier, opened in the thread that has just filled them.
+"""Rows of our own disk tier, opened in the thread that has just read them.
 
 A row that was read a moment ago is still in the processor's cache, and handing it to another
-thread costs as much as opening a small one. So `kvsafe-fs` says when it has filled a row, and
-the row is opened there and then, by the code that opens every promotion. Only its own class is
-asked to: of any other tier nobody knows what it does to a row after it has said so, and its rows
-are opened when its job has ended. What was not accepted here is opened then as well.
+thread costs as much as opening a small one. So `kvsafe-fs` has each row opened where it was read,
+in the thread's own buffer, by the code that opens every promotion, then copies it into its place,
+and says so. Only its own class is asked to: of any other tier nobody knows what it does to a row
+after it has said so, and its rows are opened when its job has ended. What was not accepted here is
+opened then as well.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,25 +19,37 @@ from kvsafe.engine.journal import logger
 from kvsafe.engine.tiers.promotion import Promotion
 from kvsafe.seal.refusal import Refusal
 
+OpenBytes = Callable[[OffloadKey, memoryview], Refusal | None]
 
-def open_in_place(
-    tier: SecondaryTierManager,
-    promotions: Mapping[int, Promotion],
-    open_row: Callable[[OffloadKey, int], Refusal | None],
-) -> None:
-    """Have rows of `promotions` opened by `tier`'s threads, if it is ours."""
-    if type(tier) is not KVSafeFsTier:
-        return
 
-    def filled(job: int, place: int) -> None:
-        promotion = promotions.get(job)
+class InPlace:
+    """Opens for the promotions of one tier. Used by the tier's threads."""
+
+    def __init__(self, promotions: Mapping[int, Promotion], open_bytes: OpenBytes) -> None:
+        self._promotions = promotions
+        self._open_bytes = open_bytes
+
+    def open(self, job: int, place: int, row: memoryview) -> bool:
+        """Whether these bytes are what the promotion waits for at this place."""
+        promotion = self._promotions.get(job)
         if promotion is None:  # given up: nobody waits for it
-            return
-        key = promotion.order[place]
+            return False
         try:
-            if open_row(key, promotion.keys[key]) is None:
-                promotion.opened.add(key)
+            return self._open_bytes(promotion.order[place], row) is None
         except Exception as exc:  # it is opened again when the job has ended, and refused there
             logger.error("kvsafe: a row was not opened in place: %s", type(exc).__name__)
+            return False
 
-    tier.on_filled = filled
+    def filled(self, job: int, places: list[int]) -> None:
+        """Bytes that were right have been copied into their rows."""
+        promotion = self._promotions.get(job)
+        if promotion is not None:
+            promotion.opened.update(promotion.order[place] for place in places)
+
+
+def open_in_place(
+    tier: SecondaryTierManager, promotions: Mapping[int, Promotion], open_bytes: OpenBytes
+) -> None:
+    """Have rows of `promotions` opened by `tier`'s threads, if it is ours."""
+    if type(tier) is KVSafeFsTier:
+        tier.in_place = InPlace(promotions, open_bytes)

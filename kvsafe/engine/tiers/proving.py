@@ -34,7 +34,6 @@ from vllm.v1.kv_offload.tiering.base import (
     SecondaryTierManager,
     TransferJob,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvsafe.engine.counters import QUARANTINED, Counters
 from kvsafe.engine.journal import RefusalJournal, logger
@@ -43,7 +42,7 @@ from kvsafe.engine.rows.epochs import EpochKeeper
 from kvsafe.engine.station import Station
 from kvsafe.engine.tiers.door import TierDoor
 from kvsafe.engine.tiers.elsewhere import Elsewhere
-from kvsafe.engine.tiers.guests import DetectorDoor, ParentDoor
+from kvsafe.engine.tiers.guests import DetectorDoor, ParentDoor, source_of
 from kvsafe.engine.tiers.in_place import open_in_place
 from kvsafe.engine.tiers.names import ObjectNames
 from kvsafe.engine.tiers.objects import ObjectStore
@@ -53,6 +52,7 @@ from kvsafe.seal.refusal import Refusal, RefusalKind
 
 _REFUSED_LIMIT = 65536
 _DRAIN_S = 20.0
+_Proof = tuple[int, OffloadKey, Refusal | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +80,15 @@ class ProvingTier(SecondaryTierManager):
         self.tier_type = inner.tier_type
         self.locality = inner.locality
         self.medium = inner.medium
-        source = inner.cache_hit_source
-        known = isinstance(source, CacheHitSource)
-        self.cache_hit_source = source if known else CacheHitSource.EXTERNAL_UNSPECIFIED
+        self.cache_hit_source = source_of(inner)
         self.label = f"{index + 1}:{inner.tier_type}"
         self._desk = desk
         self._store = store
         self._door = TierDoor(inner, self.label, desk.counters)
         self._watch = JobWatch(desk.rows)
         self._parent = ParentDoor(self.label, desk.rows.ready, self._begin_foreign_store)
-        detector = inner.bp_detector
-        self._detector = None if detector is None else DetectorDoor(detector, self._door)
+        found = inner.bp_detector
+        self._detector = None if found is None else DetectorDoor(found, self._door)
         self._dead = False
         # Names that a load which was given up may still deliver: asking the tier for one of them
         # now would confuse vLLM's own lookup manager when that load fails in the end.
@@ -98,9 +96,7 @@ class ProvingTier(SecondaryTierManager):
         self._abandoned: dict[int, Promotion] = {}
         self._failed: list[JobResult] = []
         self._promotions: dict[int, Promotion] = {}
-        self._proofs: queue.SimpleQueue[tuple[int, OffloadKey, Refusal | None]] = (
-            queue.SimpleQueue()
-        )
+        self._proofs: queue.SimpleQueue[_Proof] = queue.SimpleQueue()
         self._open_proofs: set[Future[None]] = set()
         self._refused: OrderedDict[OffloadKey, None] = OrderedDict()
         self._elsewhere = Elsewhere(desk.names, desk.counters, desk.journal, self.label)
@@ -108,7 +104,7 @@ class ProvingTier(SecondaryTierManager):
         self._bad_objects: dict[OffloadKey, Refusal] = {}
         if store is not None:
             store.on_refusal = self._note_object
-        open_in_place(inner, self._promotions, self._open)
+        open_in_place(inner, self._promotions, self._open_bytes)
 
     @property
     def block_size_bytes(self) -> int:
@@ -339,11 +335,14 @@ class ProvingTier(SecondaryTierManager):
             self._proofs.put((job_id, key, refusal))
 
     def _open(self, key: OffloadKey, row: int) -> Refusal | None:
-        station, counters = self._desk.station, self._desk.counters
-        if station.region is None:
+        region = self._desk.station.region
+        if region is None:
             return Refusal.of(RefusalKind.FENCE, "region", "open", "closed")
-        start = time.perf_counter()
-        answer = station.open_row(station.region.row(row), key, self._desk.epochs.epoch)
+        return self._open_bytes(key, region.row(row))
+
+    def _open_bytes(self, key: OffloadKey, row: memoryview) -> Refusal | None:
+        counters, start = self._desk.counters, time.perf_counter()
+        answer = self._desk.station.open_row(row, key, self._desk.epochs.epoch)
         if isinstance(answer, Refusal):
             return answer
         counters.proven(self.label, answer.fixed.payload_bytes, time.perf_counter() - start)
