@@ -51,9 +51,8 @@ from kvsafe.tiers.buffers import ThreadBuffers
 _PAUSE_S = 0.001
 _AT_ONCE = 16
 _AT_ONCE_BYTES = 2 << 20
-_THREADS = 16
-_FEW, _MANY = 8, 8
-"""So few threads where so many reads of each are under way: more would wait for each other."""
+_MANY = 8
+"""Where a thread has so many reads under way half of them are enough, and more are slower."""
 _LOOKUPS = 2048
 _LOOK_S = 0.02
 
@@ -123,9 +122,10 @@ class KVSafeFsTier(SecondaryTierManager):
         self._seen: queue.SimpleQueue[tuple[list[bytes], list[bool]]] = queue.SimpleQueue()
         self._answers_due = False
         self._clock = self.store.calls.clock
-        threads = int(chosen.get("threads", _FEW if self._at_once >= _MANY else _THREADS))
+        threads = int(chosen.get("threads", 16))
         # Half prefers loads, half stores; lookups have a thread that never transfers.
-        teams = [(LOAD, STORE) if place % 2 == 0 else (STORE, LOAD) for place in range(threads)]
+        others = (STORE,) if self._at_once >= _MANY else (STORE, LOAD)
+        teams = [(LOAD, STORE) if place % 2 == 0 else others for place in range(threads)]
         self._pool = Pool([(LOOK,), *teams], self._deadline_s, threads, self.store.calls.clock)
         self._jobs: dict[int, Job] = {}
         self.in_place: RowOpener | None = None
