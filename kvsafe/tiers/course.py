@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule, check_lengths
 from kvsafe.tiers.buffers import page_aligned
 from kvsafe.tiers.chunkfile import Sync
-from kvsafe.tiers.folders import Folders, Handle
+from kvsafe.tiers.folders import Folders
+from kvsafe.tiers.handles import Handle
 from kvsafe.tiers.keeper import FRESH_S
 from kvsafe.tiers.outcome import DONE, PRESENT, Answer, FileId, Outcome
 from kvsafe.tiers.storing import Storing
@@ -53,18 +54,16 @@ class PlainCourse:
         At least one answer, where there is a name.
         """
         places = [self._folders.place(name) for name in names]
-        handles = self._folders.take_all([bucket for bucket, _ in places], make=False)
+        buckets = [bucket for bucket, _ in places]
+        handles = self._folders.take_all(buckets, make=False, most_new=_NEW_FOLDERS)
         try:
             rule = self._rule(within_s)
-            if None not in handles:
-                files = [name.encode() for _, name in places]
-                return [_THERE[answer] for answer in self._batch.look(_fds(handles), files, rule)]
             there = [at for at, handle in enumerate(handles) if handle is not None]
             files = [places[at][1].encode() for at in there]
             found = self._batch.look(_fds(handles), files, rule)
         finally:
             self._folders.drop_all(handles)
-        answers: list[bool | None] = [None] * len(names)
+        answers: list[bool | None] = [None] * len(handles)
         for at, answer in zip(there, found, strict=False):
             answers[at] = _THERE[answer]
         return answers if len(found) == len(there) else answers[: there[len(found)]]
@@ -180,6 +179,8 @@ class PlainCourse:
 
 
 _GIVEN_UP = Outcome(Answer.LATE)
+_NEW_FOLDERS = 64
+"""So many folders, each maybe a read from the disk, are opened before names are looked for."""
 _THERE = {PLAIN: True, ABSENT: False, ASIDE: None}
 
 

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import resource
 import secrets
 import stat
 import threading
@@ -20,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from kvsafe.tiers.calls import Os, can_rename_new
+from kvsafe.tiers.handles import Handle, handle_limit
 from kvsafe.tiers.outcome import FULL, Flaw
 
 QUARANTINE = "kvsafe-quarantine"
@@ -31,9 +31,10 @@ HIDDEN = "."
 MAX_NAME_BYTES = 120
 # Many folders: ext4 is slow to make a file where many were removed in the last minutes.
 _BUCKET_DIGITS = 3
-_HANDLES = (32, 1 << 4 * _BUCKET_DIGITS)
+_BUCKETS = 1 << 4 * _BUCKET_DIGITS
 _LINGERING_PART = 8
 """One in so many handles may stay open beside the table before batches open no more of them."""
+_ANY = 1 << 30
 _LINK_GRACE_S = 60.0
 _PROBES = 8
 _CHUNK_MODE = stat.S_IFREG | 0o600
@@ -41,17 +42,6 @@ _CHUNK_MODE = stat.S_IFREG | 0o600
 
 class StoreRefused(RuntimeError):
     """The root folder cannot be used; the text says why and what to do."""
-
-
-class Handle:
-    """An open bucket; it is closed when it is forgotten and nobody uses it any more."""
-
-    __slots__ = ("fd", "forgotten", "users")
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.users = 0
-        self.forgotten = False
 
 
 class Folders:
@@ -63,8 +53,8 @@ class Folders:
         self._flaw_number = flaw_number
         self._lock = threading.Lock()
         self._buckets: OrderedDict[str, Handle] = OrderedDict()
-        self._handles = _handle_limit()
-        self._scarce = self._handles < _HANDLES[1]
+        self._handles = handle_limit(_BUCKETS)
+        self._scarce = self._handles < _BUCKETS
         self._lingering = 0
         self._open: list[int] = []
         self._settled = False
@@ -230,18 +220,28 @@ class Folders:
         self._close_all(closing)
         return handle
 
-    def take_all(self, keys: list[str], make: bool) -> list[Handle | None]:
-        """As `take` for many; None for each that cannot be had, or not without too many open."""
+    def take_all(self, keys: list[str], make: bool, most_new: int = _ANY) -> list[Handle | None]:
+        """As `take` for many; None for each that cannot be had, or not without too many open.
+
+        It ends before it would open more than `most_new` folders that were not open.
+        """
         with self._lock:
             handles = [self._found(key) for key in keys]
+        new, ended = 0, len(keys)
         try:
             for at, handle in enumerate(handles):
-                if handle is None:
-                    handles[at] = self._take_open(keys[at]) or self._take_new(keys[at], make)
+                if handle is not None:
+                    continue
+                if new == most_new:
+                    ended = at
+                    break
+                new += 1
+                handles[at] = self._take_open(keys[at]) or self._take_new(keys[at], make)
         except BaseException:
             self.drop_all(handles)
             raise
-        return handles
+        self.drop_all(handles[ended:])
+        return handles[:ended]
 
     def _take_open(self, key: str) -> Handle | None:
         with self._lock:
@@ -385,10 +385,3 @@ class Bucket:
     def __exit__(self, *error: object) -> None:
         if self._handle is not None:
             self._folders.drop(self._handle)
-
-
-def _handle_limit() -> int:
-    """How many buckets stay open: a part of what this process may have open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low, high = _HANDLES
-    return high if soft == resource.RLIM_INFINITY else max(low, min(high, soft // 2))

@@ -293,7 +293,11 @@ class ChunkStore:
 
     def look(self, names: Iterable[bytes]) -> list[bool]:
         """Per name, whether a file that can be this chunk is there now."""
-        return self.look_for(list(names), float("inf"))
+        asked = list(names)
+        answers: list[bool] = []
+        while len(answers) < len(asked):
+            answers += self.look_for(asked[len(answers) :], float("inf"))
+        return answers
 
     def look_for(self, names: list[bytes], within_s: float) -> list[bool]:
         """As `look`, for as many of the names as that takes; at least for one."""

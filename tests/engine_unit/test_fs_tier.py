@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvsafe.engine.config import parse_config
 from kvsafe.engine.config.problems import ConfigError
+from kvsafe.engine.fs import tier
 from kvsafe.engine.fs.objects import CHARGED, OPERATIONS, STUCK, FsTierObjects
 from kvsafe.engine.fs.tier import KVSafeFsTier
 from kvsafe.engine.plugin import register
@@ -236,6 +237,44 @@ def test_a_lookup_that_never_returns_is_a_miss(world: World, calls: FaultyOs) ->
     world.tier.on_request_finished(ReqContext(req_id="b"))
     assert world.ask(1, "c") is LookupResult.HIT
     stall.let_go.set()
+
+
+def test_what_a_lookup_has_found_out_does_not_wait_for_the_rest(
+    world: World, calls: FaultyOs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "_LOOK_S", -1.0)
+    world.store(1, 2, 3)
+    stall = Stall()
+    calls.plan("stat", stalled(stall), 3, 1)
+    context = ReqContext(req_id="a")
+    for number in (1, 2, 3):
+        assert world.tier.lookup(OffloadKey(name_of(number)), context) is LookupResult.RETRY
+    world.tier.on_schedule_end(MagicMock())
+    assert stall.entered.wait(10)
+    assert world.ask(1, "a") is LookupResult.HIT
+    assert world.ask(2, "b") is LookupResult.HIT
+    assert world.tier.lookup(OffloadKey(name_of(3)), context) is LookupResult.RETRY
+    calls.clock_skew_s += DEADLINE_S + 1
+    assert world.ask(3, "a") is LookupResult.MISS
+    assert world.ask(2, "a") is LookupResult.HIT
+    stall.let_go.set()
+
+
+def test_each_while_of_a_lookup_has_a_deadline_of_its_own(
+    world: World, calls: FaultyOs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "_LOOK_S", -1.0)
+    world.store(1, 2, 3)
+
+    def slow(function: Any, args: Any, kwargs: Any) -> Any:
+        calls.clock_skew_s += DEADLINE_S * 0.6
+        time.sleep(0.2)  # so that the pool looks at its deadlines meanwhile
+        return function(*args, **kwargs)
+
+    calls.plan("stat", slow, 1, 3)
+    for number in (1, 2, 3):
+        world.tier.lookup(OffloadKey(name_of(number)), ReqContext(req_id="a"))
+    assert [world.ask(number, "a") for number in (1, 2, 3)] == [LookupResult.HIT] * 3
 
 
 def test_drain_ends_even_when_a_call_does_not(world: World, calls: FaultyOs) -> None:

@@ -295,7 +295,7 @@ def test_a_fault_of_our_own_leaves_nothing_behind(tmp_path: Path, call: str) -> 
 
 
 def test_batches_open_no_more_folders_than_are_allowed(tmp_path: Path) -> None:
-    with patch.object(folders, "_handle_limit", lambda: 32), store_at(tmp_path / "s") as store:
+    with patch.object(folders, "handle_limit", lambda most: 32), store_at(tmp_path / "s") as store:
         names = [name_of(number) for number in range(200)]
         row = memoryview(bytearray(row_of(0)))
         assert all(outcome.good for outcome in store.put_all(names, [row] * 200))

@@ -188,12 +188,14 @@ class KVSafeFsTier(SecondaryTierManager):
 
     def _look(self, names: list[bytes], ticket: Ticket) -> None:
         """Look for names a while at a time: the answers of a while do not wait for the rest."""
+        some = len(names)
         while names:
-            found = self.store.look_for(names, _LOOK_S)
+            found = self.store.look_for(names[:some], _LOOK_S)
             if not ticket.renew(self._clock()):
                 return
             self._seen.put((names[: len(found)], found))
             names = names[len(found) :]
+            some = 2 * len(found)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store rows; each one succeeds or fails by itself."""
