@@ -182,9 +182,9 @@ class _Opening:
         self._bench = bench
         self._opened = opened
 
-    def open(self, job: int, place: int, row: memoryview) -> bool:
+    def open(self, job: int, place: int, row: int, data: memoryview) -> bool:
         """Whether these bytes are right."""
-        answer = self._bench.opener.open(row, self._bench.key, 0, (0,))
+        answer = self._bench.opener.open(data, self._bench.key, 0, (0,))
         self._opened[type(answer)] += 1
         return isinstance(answer, Header)
 

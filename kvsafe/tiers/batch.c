@@ -106,9 +106,9 @@ static pthread_key_t queue_key;
 static pthread_once_t queue_once = PTHREAD_ONCE_INIT;
 static int has_queues;
 
+/* Waits for what is under way. */
 static void queue_end(void *queue)
 {
-    /* Waits for what is under way. */
     (void)!syscall(SYS_io_destroy, (aio_context_t)queue);
 }
 
@@ -125,7 +125,9 @@ static aio_context_t own_queue(void)
     aio_context_t queue = (aio_context_t)pthread_getspecific(queue_key);
     if (queue != 0 || syscall(SYS_io_setup, TOGETHER, &queue) != 0)
         return queue;
-    if (pthread_setspecific(queue_key, (void *)queue) == 0)
+    /* Whoever may begin reads and not wait for them (a seccomp profile) must not begin any. */
+    if (syscall(SYS_io_getevents, queue, 0, 0, NULL, NULL) == 0
+        && pthread_setspecific(queue_key, (void *)queue) == 0)
         return queue;
     queue_end((void *)queue);
     return 0;
@@ -153,9 +155,11 @@ static void end_reads(aio_context_t queue, int64_t begun, int64_t bytes, int32_t
         if (ended < 0 && errno == EINTR)
             continue;
         if (ended <= 0) {
-            /* As no kernel should. The reads end all the same, and count as none. */
+            /* As no kernel should. The reads end all the same, and count as none; if they cannot
+             * be ended either, this thread stays here, as in any call that does not return. */
             (void)pthread_setspecific(queue_key, NULL);
-            queue_end((void *)queue);
+            while (syscall(SYS_io_destroy, queue) != 0)
+                pause();
             return;
         }
         for (long i = 0; i < ended; i++)

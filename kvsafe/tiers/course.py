@@ -58,12 +58,13 @@ class PlainCourse:
         handles = self._folders.take_all(buckets, make=False, most_new=_NEW_FOLDERS)
         try:
             rule = self._rule(within_s)
-            there = [at for at, handle in enumerate(handles) if handle is not None]
+            there = [at for at, handle in enumerate(handles) if handle and handle.fd >= 0]
             files = [places[at][1].encode() for at in there]
             found = self._batch.look(_fds(handles), files, rule)
         finally:
             self._folders.drop_all(handles)
-        answers: list[bool | None] = [None] * len(handles)
+        # What is in a folder that is not there is not there.
+        answers: list[bool | None] = [False if handle else None for handle in handles]
         for at, answer in zip(there, found, strict=False):
             answers[at] = _THERE[answer]
         return answers if len(found) == len(there) else answers[: there[len(found)]]
@@ -172,7 +173,7 @@ class PlainCourse:
             yield [
                 _File(at, handle.fd, bucket, name)
                 for at, (handle, (bucket, name)) in enumerate(zip(handles, places, strict=True))
-                if handle is not None
+                if handle and handle.fd >= 0
             ]
         finally:
             self._folders.drop_all(handles)
@@ -185,7 +186,7 @@ _THERE = {PLAIN: True, ABSENT: False, ASIDE: None}
 
 
 def _fds(handles: Sequence[Handle | None]) -> list[int]:
-    return [handle.fd for handle in handles if handle is not None]
+    return [handle.fd for handle in handles if handle and handle.fd >= 0]
 
 
 @dataclass(slots=True)

@@ -223,7 +223,8 @@ class Folders:
     def take_all(self, keys: list[str], make: bool, most_new: int = _ANY) -> list[Handle | None]:
         """As `take` for many; None for each that cannot be had, or not without too many open.
 
-        It ends before it would open more than `most_new` folders that were not open.
+        One that is not there, and not to be made, has a handle without a descriptor. It ends
+        before it would open more than `most_new` folders that were not open.
         """
         with self._lock:
             handles = [self._found(key) for key in keys]
@@ -261,6 +262,8 @@ class Folders:
             return None
         try:
             return self.take(key, make)
+        except FileNotFoundError:
+            return Handle.of_none()
         except OSError:
             return None
 

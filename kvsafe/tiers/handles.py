@@ -16,6 +16,13 @@ class Handle:
         self.users = 0
         self.forgotten = False
 
+    @classmethod
+    def of_none(cls) -> "Handle":
+        """In place of a folder that is not there: it has one user and nothing to close."""
+        handle = cls(-1)
+        handle.users = 1
+        return handle
+
 
 def handle_limit(most: int) -> int:
     """How many buckets stay open: a part of what this process may have open."""

@@ -301,10 +301,10 @@ class ChunkStore:
 
     def look_for(self, names: list[bytes], within_s: float) -> list[bool]:
         """As `look`, for as many of the names as that takes; at least for one."""
-        until = self.calls.clock() + within_s
         plain: list[bool | None] = [None] * len(names)
         if self._course is not None:
             plain = self._course.look(names, within_s)
+        until = self.calls.clock() + within_s
         answers: list[bool] = []
         for name, answer in zip(names, plain, strict=False):
             if answer is None and answers and self.calls.clock() > until:

@@ -2,13 +2,16 @@
 """Rows of our own disk tier are opened in the thread that has read them; those of no other."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvsafe.engine.fs.tier import KVSafeFsTier
 from kvsafe.engine.tiers.in_place import open_in_place
@@ -115,14 +118,57 @@ def test_an_opening_that_fails_is_made_again_when_the_job_has_ended(
 
 
 def test_a_row_of_a_load_that_was_given_up_is_nobodys(world: DiskWorld) -> None:
-    in_place, row = world.tier.inner.in_place, memoryview(bytearray(world.tier.block_size_bytes))
-    assert not in_place.open(12345, 0, row)
+    in_place, data = world.tier.inner.in_place, memoryview(bytearray(world.tier.block_size_bytes))
+    assert not in_place.open(12345, 0, 0, data)
     in_place.filled(12345, [0])
     assert world.openers == []
     world.tier._promotions[12345] = Promotion({A: 0})
-    assert not in_place.open(12345, 0, row)
+    assert not in_place.open(12345, 0, 0, data)
     del world.tier._promotions[12345]
     assert len(world.openers) == 1
+
+
+def test_bytes_that_go_to_another_row_are_not_opened_in_place(world: DiskWorld) -> None:
+    """Right bytes prove a row only if it is the one that they are copied to."""
+    in_place = world.tier.inner.in_place
+    data = memoryview(bytearray(world.path(A).read_bytes()))
+    world.tier._promotions[12345] = Promotion({A: 3})
+    assert [in_place.open(12345, 0, row, data) for row in (0, 3)] == [False, True]
+    del world.tier._promotions[12345]
+
+
+def test_a_key_twice_in_one_job_is_loaded_once_into_the_row_that_is_proven(
+    world: DiskWorld,
+) -> None:
+    rows = np.array([0, 1, 2], dtype=np.int32)
+    context = ReqContext(req_id="r")
+    world.tier.submit_load(TransferJob(900, [A, A, B], rows, True, context))
+    for _ in range(2000):
+        done = list(world.tier.get_finished_jobs())
+        if done:
+            break
+        time.sleep(0.005)
+    assert [result.success for result in done] == [True]
+    region, epoch = world.station.region, world.desk.epochs.epoch
+    for key, row in ((A, 1), (B, 2)):
+        assert region is not None
+        assert not isinstance(world.station.open_row(region.row(row), key, epoch), Refusal)
+
+
+def test_what_was_right_for_another_load_of_this_number_is_not_opened(world: DiskWorld) -> None:
+    in_place = world.tier.inner.in_place
+    data = memoryview(bytearray(world.path(A).read_bytes()))
+    promotions = world.tier._promotions
+    first, second = Promotion({A: 3}), Promotion({A: 3})
+    promotions[12345] = first
+    assert in_place.open(12345, 0, 3, data)
+    promotions[12345] = second
+    in_place.filled(12345, [0])
+    assert second.opened == set()
+    promotions[12345] = first
+    in_place.filled(12345, [0])
+    assert first.opened == {A}
+    del promotions[12345]
 
 
 class _Opening:
@@ -133,7 +179,7 @@ class _Opening:
         self.told: list[int] = []
         self._refused = refused
 
-    def open(self, job: int, place: int, row: memoryview) -> bool:
+    def open(self, job: int, place: int, row: int, data: memoryview) -> bool:
         self.asked.append(place)
         return place != self._refused
 

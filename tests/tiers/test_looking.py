@@ -65,12 +65,18 @@ def test_time_that_is_over_ends_a_while(root: Path) -> None:
 
 
 def test_a_while_opens_no_more_than_so_many_folders(root: Path) -> None:
-    if Batch.load() is None:
-        pytest.skip("folders are opened one by one")
+    batches = Batch.load() is not None
     with store_at(root) as store, patch.object(course, "_NEW_FOLDERS", 8):
         parts = _parts(store, float("inf"))
         assert _joined(parts) == RIGHT
-        assert len(parts) > 20
+        assert len(parts) > 20 if batches else len(parts) == 1
+
+
+def test_names_in_folders_that_are_not_there_are_not_looked_for_again(root: Path) -> None:
+    with store_at(root) as store, patch.object(store, "_look", side_effect=store._look) as again:
+        assert store.look(NAMES) == RIGHT
+    # Without batches each name goes that way.
+    assert again.call_count in (0, len(NAMES))
 
 
 def test_a_flaw_in_the_middle_is_found_and_no_neighbours(root: Path) -> None:

@@ -60,8 +60,8 @@ _LOOK_S = 0.02
 class RowOpener(Protocol):
     """Opens rows where they are, for a tier that asks it to. Called by several threads."""
 
-    def open(self, job: int, place: int, row: memoryview) -> bool:
-        """Whether the bytes (uint8, one row) that a job has read for this place are right."""
+    def open(self, job: int, place: int, row: int, data: memoryview) -> bool:
+        """Whether what a job has read for this place and this row (uint8) is right."""
         ...
 
     def filled(self, job: int, places: list[int]) -> None:
@@ -191,7 +191,7 @@ class KVSafeFsTier(SecondaryTierManager):
         some = len(names)
         while names:
             found = self.store.look_for(names[:some], _LOOK_S)
-            if not ticket.renew(self._clock()):
+            if not ticket.wanted:
                 return
             self._seen.put((names[: len(found)], found))
             names = names[len(found) :]
@@ -257,6 +257,8 @@ class KVSafeFsTier(SecondaryTierManager):
             for place, buffer, outcome in zip(places, buffers, outcomes, strict=False)
         ]
         filled = [at for at, outcome in enumerate(outcomes) if outcome.good]
+        if not ticket.renew(self._clock()):
+            return outcomes
         opened = self._opened(job, [places[at] for at in filled], [buffers[at] for at in filled])
         # From the claim to the end no row of it can be given away.
         if filled and ticket.claim():
@@ -270,9 +272,9 @@ class KVSafeFsTier(SecondaryTierManager):
         """The places whose bytes were opened already, if that is wanted."""
         if self.in_place is None:
             return []
-        number, open_row = job.number, self.in_place.open
+        number, rows, open_row = job.number, job.rows, self.in_place.open
         pairs = zip(places, buffers, strict=True)
-        return [place for place, buffer in pairs if open_row(number, place, buffer)]
+        return [place for place, data in pairs if open_row(number, place, rows[place], data)]
 
     def _judged(self, job: Job, place: int, buffer: memoryview, outcome: Outcome) -> Outcome:
         """What a load comes to: rows that come sealed are opened by whoever has asked for them."""

@@ -29,13 +29,17 @@ class InPlace:
         self._promotions = promotions
         self._open_bytes = open_bytes
 
-    def open(self, job: int, place: int, row: memoryview) -> bool:
-        """Whether these bytes are what the promotion waits for at this place."""
+    def open(self, job: int, place: int, row: int, data: memoryview) -> bool:
+        """Whether this is what the promotion waits for at this place, in this row."""
         promotion = self._promotions.get(job)
         if promotion is None:  # given up: nobody waits for it
             return False
         try:
-            return self._open_bytes(promotion.order[place], row) is None
+            key = promotion.order[place]
+            if promotion.keys[key] != row or self._open_bytes(key, data) is not None:
+                return False
+            promotion.right.add(key)
+            return True
         except Exception as exc:  # it is opened again when the job has ended, and refused there
             logger.error("kvsafe: a row was not opened in place: %s", type(exc).__name__)
             return False
@@ -44,7 +48,8 @@ class InPlace:
         """Bytes that were right have been copied into their rows."""
         promotion = self._promotions.get(job)
         if promotion is not None:
-            promotion.opened.update(promotion.order[place] for place in places)
+            filled = {promotion.order[place] for place in places}
+            promotion.opened |= filled & promotion.right
 
 
 def open_in_place(

@@ -167,8 +167,8 @@ class ProvingTier(SecondaryTierManager):
         rows = dict(zip(job_metadata.keys, map(int, job_metadata.chunk_ids), strict=True))
         limit = self._desk.station.config.load_deadline_s
         self._watch.begin(job_metadata.job_id, limit, rows.values())
-        self._promotions[job_metadata.job_id] = Promotion(rows)
-        named = replace(job_metadata, keys=[self._desk.names.name(key) for key in rows])
+        promotion = self._promotions[job_metadata.job_id] = Promotion(rows)
+        named = promotion.job(job_metadata, self._desk.names.name)
         if not self._door.tell("submit_load", lambda: self.inner.submit_load(named)):
             # It may have begun all the same: nothing more for this tier until it says so.
             given_up = self._watch.give_up([job_metadata.job_id])
