@@ -239,11 +239,17 @@ def test_a_lookup_that_never_returns_is_a_miss(world: World, calls: FaultyOs) ->
     stall.let_go.set()
 
 
-def test_what_a_lookup_has_found_out_does_not_wait_for_the_rest(
-    world: World, calls: FaultyOs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks are there; a lookup answers for each name by itself."""
     monkeypatch.setattr(tier, "_LOOK_S", -1.0)
     world.store(1, 2, 3)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_what_a_lookup_has_found_out_does_not_wait_for_the_rest(
+    world: World, calls: FaultyOs
+) -> None:
     stall = Stall()
     calls.plan("stat", stalled(stall), 3, 1)
     context = ReqContext(req_id="a")
@@ -260,12 +266,8 @@ def test_what_a_lookup_has_found_out_does_not_wait_for_the_rest(
     stall.let_go.set()
 
 
-def test_a_lookup_in_parts_has_one_deadline(
-    world: World, calls: FaultyOs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier, "_LOOK_S", -1.0)
-    world.store(1, 2, 3)
-
+@pytest.mark.usefixtures("in_parts")
+def test_a_lookup_in_parts_has_one_deadline(world: World, calls: FaultyOs) -> None:
     def slow(function: Any, args: Any, kwargs: Any) -> Any:
         calls.clock_skew_s += DEADLINE_S * 0.6
         time.sleep(0.2)  # so that the pool looks at its deadlines meanwhile
