@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import random
 import shutil
@@ -41,6 +40,7 @@ from fuzz.campaigns.command import Progress, finish, parser
 from fuzz.campaigns.rows import ROW, is_content_of, judge_of, name_of, row_of
 from kvsafe.tiers import Answer, ChunkStore, Outcome, batch
 from kvsafe.tiers.batch import Batch
+from kvsafe.tiers.buffers import ThreadBuffers
 from kvsafe.tiers.calls import QuickOs
 
 BYSTANDER = 50
@@ -133,15 +133,9 @@ def put_many(store: ChunkStore) -> list[Outcome]:
     return store.put_all([name_of(number) for number in MANY], rows)
 
 
-def pages(count: int) -> list[memoryview]:
-    """Buffers of one row each that begin on pages, so that reads may go past the page cache."""
-    whole = memoryview(mmap.mmap(-1, count * ROW))
-    return [whole[at * ROW : (at + 1) * ROW] for at in range(count)]
-
-
 def get_many(store: ChunkStore) -> list[Outcome]:
     """Load five chunks in one batch, and open each."""
-    into = pages(len(MANY))
+    into = ThreadBuffers(ROW, len(MANY)).get_all()
     outcomes = store.get_all([name_of(number) for number in MANY], into)
     for number, outcome, row in zip(MANY, outcomes, into, strict=True):
         if outcome.good and (judge_of(number)(row) or not is_content_of(number, row)):
@@ -226,7 +220,7 @@ class Station:
         self.store = opened(root, CAPACITY, QuickOs(), self.batch, sync=sync)
         self.store.put(name_of(BYSTANDER), memoryview(bytearray(row_of(BYSTANDER))))
         # So that this thread has its queue for reads: it is made once.
-        self.store.get_all([name_of(BYSTANDER)] * 2, pages(2))
+        self.store.get_all([name_of(BYSTANDER)] * 2, ThreadBuffers(ROW, 2).get_all())
         operation.ready(self.store)
         self.store.keeper.stop(_WAIT_S)
 

@@ -6,7 +6,8 @@
  * Nothing is decided here. What does not go exactly as it should (a file that is not there, not
  * plain, cut, too old; any error of any call) is answered ASIDE or with its errno, and the caller
  * takes that one file the long way, in Python, where refusals, quarantine and errors are. No byte
- * of a file is looked at. No memory is allocated, nothing is waited for but the kernel.
+ * of a file is looked at. No memory is allocated but the kernel's for a thread's queue of
+ * reads, and nothing is waited for but the kernel.
  */
 #define _GNU_SOURCE
 #include <errno.h>

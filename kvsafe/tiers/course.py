@@ -14,7 +14,6 @@ from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule, check_lengths
 from kvsafe.tiers.buffers import page_aligned
 from kvsafe.tiers.chunkfile import Sync
 from kvsafe.tiers.folders import Folders
-from kvsafe.tiers.handles import Handle
 from kvsafe.tiers.keeper import FRESH_S
 from kvsafe.tiers.outcome import DONE, PRESENT, Answer, FileId, Outcome
 from kvsafe.tiers.storing import Storing
@@ -58,16 +57,16 @@ class PlainCourse:
         handles = self._folders.take_all(buckets, make=False, most_new=_NEW_FOLDERS)
         try:
             rule = self._rule(within_s)
-            there = [at for at, handle in enumerate(handles) if handle and handle.fd >= 0]
-            files = [places[at][1].encode() for at in there]
-            found = self._batch.look(_fds(handles), files, rule)
+            there = [(at, one.fd) for at, one in enumerate(handles) if one and one.fd >= 0]
+            files = [places[at][1].encode() for at, _ in there]
+            found = self._batch.look([fd for _, fd in there], files, rule)
         finally:
             self._folders.drop_all(handles)
         # What is in a folder that is not there is not there.
         answers: list[bool | None] = [False if handle else None for handle in handles]
-        for at, answer in zip(there, found, strict=False):
+        for (at, _), answer in zip(there, found, strict=False):
             answers[at] = _THERE[answer]
-        return answers if len(found) == len(there) else answers[: there[len(found)]]
+        return answers if len(found) == len(there) else answers[: there[len(found)][0]]
 
     def read(self, names: Sequence[bytes], into: Sequence[memoryview]) -> list[FileId | None]:
         """Fill buffers of one row each; per name the file it was, None for the long way."""
@@ -183,10 +182,6 @@ _GIVEN_UP = Outcome(Answer.LATE)
 _NEW_FOLDERS = 64
 """So many folders, each maybe a read from the disk, are opened before names are looked for."""
 _THERE = {PLAIN: True, ABSENT: False, ASIDE: None}
-
-
-def _fds(handles: Sequence[Handle | None]) -> list[int]:
-    return [handle.fd for handle in handles if handle and handle.fd >= 0]
 
 
 @dataclass(slots=True)

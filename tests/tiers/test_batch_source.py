@@ -16,9 +16,9 @@ from unittest.mock import patch
 import pytest
 
 import kvsafe.tiers
-from fuzz.campaigns.batches import pages
 from kvsafe.tiers import batch
 from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule
+from kvsafe.tiers.buffers import ThreadBuffers
 from kvsafe.tiers.calls import QuickOs
 from tests.tiers.stores import ROW, row_of
 
@@ -81,7 +81,7 @@ def _ways(library: Batch, folder: Path) -> list[object]:
         rows = [memoryview(bytearray(row_of(7)))] * 2
         wrote = library.write([fd] * 2, [b"good", b"new"], rows, False, True, rule)
         os.utime(good, (now - 3600, now - 7200))
-        past = pages(len(names))
+        past = ThreadBuffers(ROW, len(names)).get_all()
         directly = library.read(folders, names[::-1], past, True, rule)
         again = [memoryview(bytearray(ROW))]
         used = library.read([fd], [b"good"], again, False, rule)

@@ -195,6 +195,7 @@ class KVSafeFsTier(SecondaryTierManager):
                 return
             self._seen.put((names[: len(found)], found))
             names = names[len(found) :]
+            # What is asked for and not answered is looked for anew: not all of it where it is slow.
             some = 2 * len(found)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
