@@ -91,5 +91,5 @@ spec: setup ## write the generated parts of spec/
 	@$(PY) -m kvsafe.engine.config --write spec/configuration.md
 
 clean: ## remove .venv, caches and build leftovers
-	rm -rf kvsafe/tiers/_batch*.so .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf kvsafe/tiers/_batch*.so kvsafe/seal/_batch*.so .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find kvsafe tests fuzz conformance benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -41,9 +41,10 @@ class Bench:
         setting = SealSetting(suite, keyring, layout, IDENTITY, suite.digest(IDENTITY))
         self.slice_sealer = SliceSealer(setting, 0)
         self.header_sealer = HeaderSealer(setting, GEOMETRY)
-        self.opener = Opener(
-            Expectation(suite, keyring, layout, IDENTITY, suite.digest(IDENTITY), GEOMETRY)
+        self.expectation = Expectation(
+            suite, keyring, layout, IDENTITY, suite.digest(IDENTITY), GEOMETRY
         )
+        self.opener = Opener(self.expectation)
         self.row = memoryview(bytearray(os.urandom(layout.row_bytes)))
         self.payload = self.row[layout.header_bytes : layout.header_bytes + payload]
         self.key = os.urandom(36)

@@ -123,12 +123,12 @@ class Counters:
         """Note one refusal."""
         self.add(REFUSED, 1, (str(refusal.number), str(refusal.step), tier))
 
-    def proven(self, place: str, payload_bytes: int, seconds: float) -> None:
-        """Note one chunk that was opened."""
-        self.add(OPENED, 1, (place,))
-        self.add(BYTES_VERIFIED, payload_bytes)
+    def proven(self, place: str, payload_bytes: int, seconds: float, chunks: int = 1) -> None:
+        """Note chunks that were opened: bytes and seconds of each."""
+        self.add(OPENED, chunks, (place,))
+        self.add(BYTES_VERIFIED, payload_bytes * chunks)
         with self._lock:
-            self._seconds.append(seconds)
+            self._seconds += [seconds] * chunks
 
     def worker_proofs(self, counts: ProofCounts) -> None:
         """Note what workers have proven."""

@@ -7,11 +7,12 @@ reaches the others through the host region.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsafe.engine.config import KVSafeConfig
 from kvsafe.host import HostRegion, RegionShape
+from kvsafe.seal.batch import BatchOpener, batch_opener
 from kvsafe.seal.cbor import decode, encode
 from kvsafe.seal.epoch import EpochFile
 from kvsafe.seal.header import Header
@@ -57,11 +58,14 @@ class Station:
         self.region: HostRegion | None = None
         self.setting: SealSetting | None = None
         self._opener: Opener | None = None
+        self._batch: tuple[BatchOpener | None] | None = None
+        self._key_bytes = 0
         self._geometry: bytes | None = None
         self._lock = threading.Lock()
 
     def lay_out(self, *, key_bytes: int, slots: int, slice_bytes: tuple[int, ...]) -> RowLayout:
         """Decide the shape of rows (bytes per key, blocks per chunk, bytes per writer)."""
+        self._key_bytes = key_bytes
         layout = RowLayout.plan(
             identity_bytes=len(self.identity.document),
             key_bytes=key_bytes,
@@ -153,18 +157,19 @@ class Station:
     def opener(self) -> Opener:
         """The opener for rows of this engine (made on first use, when all have registered)."""
         if self._opener is None:
-            setting = self.seal_setting
-            self._opener = Opener(
-                Expectation(
-                    suite=setting.suite,
-                    keyring=setting.keyring,
-                    layout=setting.layout,
-                    identity_document=setting.identity_document,
-                    identity_digest=setting.identity_digest,
-                    geometry_document=self.geometry(),
-                )
-            )
+            self._opener = Opener(self._expectation())
         return self._opener
+
+    def _expectation(self) -> Expectation:
+        setting = self.seal_setting
+        return Expectation(
+            suite=setting.suite,
+            keyring=setting.keyring,
+            layout=setting.layout,
+            identity_document=setting.identity_document,
+            identity_digest=setting.identity_digest,
+            geometry_document=self.geometry(),
+        )
 
     def header_sealer(self) -> HeaderSealer:
         """A sealer for the scheduler side."""
@@ -177,6 +182,15 @@ class Station:
     def open_row(self, row: memoryview, key: bytes, epoch: int) -> Header | Refusal:
         """All ten steps on one row."""
         return self.opener().open(row, key, epoch)
+
+    def right_rows(
+        self, rows: Sequence[memoryview], keys: Sequence[bytes], epoch: int
+    ) -> list[bool]:
+        """Per row whether it is surely right; where not, `open_row` is to be asked."""
+        if self._batch is None:
+            self._batch = (batch_opener(self._expectation(), self._key_bytes),)
+        batch = self._batch[0]
+        return [False] * len(rows) if batch is None else batch.right(rows, keys, epoch)
 
     def close(self) -> None:
         """Let go of the region."""

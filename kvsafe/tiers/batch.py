@@ -7,13 +7,13 @@ See `spec/decisions/0012-batches-in-c.md`.
 """
 
 import ctypes
-import importlib.machinery
 import os
 import stat
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvsafe.seal.native import load_beside, sizes_of
 from kvsafe.tiers.calls import OPEN_FLAGS
 from kvsafe.tiers.outcome import FileId
 
@@ -22,7 +22,6 @@ ASIDE = -1
 """Not as it should be, or not begun: to be taken the long way."""
 ABSENT = -2
 
-SUFFIXES = importlib.machinery.EXTENSION_SUFFIXES
 _NEVER = -(1 << 63)
 _MOST_S = 9e9
 _MODE = stat.S_IFREG | 0o600
@@ -66,7 +65,7 @@ class Batch:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         sizes = ctypes.sizeof(Rule), ctypes.sizeof(_Seen)
-        if tuple((ctypes.c_int32 * 2).in_dll(library, "kvsafe_batch_sizes")) != sizes:
+        if sizes_of(library, "kvsafe_batch_sizes", 2) != sizes:
             raise ValueError("a shared object of another version")
         self._library = library
         for name in ("read", "write", "publish", "copy"):
@@ -76,15 +75,7 @@ class Batch:
     @classmethod
     def load(cls) -> "Batch | None":
         """The shared object beside this file; None where it was not built, or does not fit."""
-        here = _beside()
-        for suffix in SUFFIXES:
-            path = here / f"_batch{suffix}"
-            if path.is_file():
-                try:
-                    return cls(ctypes.CDLL(str(path)))
-                except (OSError, AttributeError, ValueError):
-                    return None
-        return None
+        return load_beside(_beside(), "_batch", cls)
 
     def look(self, folders: Sequence[int], names: Sequence[bytes], rule: Rule) -> list[int]:
         """Per name PLAIN, ABSENT or ASIDE, for as many of them as there was time for."""

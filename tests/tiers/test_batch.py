@@ -389,7 +389,7 @@ def test_faults_that_are_put_into_calls_meet_the_long_way(tmp_path: Path) -> Non
 def test_without_a_shared_object_files_go_one_by_one(tmp_path: Path) -> None:
     with patch.object(batch, "_beside", lambda: tmp_path):
         assert Batch.load() is None
-        (tmp_path / f"_batch{batch.SUFFIXES[0]}").write_bytes(b"not a library")
+        (tmp_path / f"_batch{SUFFIXES[0]}").write_bytes(b"not a library")
         assert Batch.load() is None
         with store_at(tmp_path / "s") as store:
             assert not store.in_batches

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 
 import kvsafe.tiers
+from kvsafe.seal.native import SUFFIXES
 from kvsafe.tiers import batch
 from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule
 from kvsafe.tiers.buffers import ThreadBuffers
@@ -201,6 +202,6 @@ def test_a_shared_object_of_another_version_is_not_loaded(tmp_path: Path) -> Non
     )
     with pytest.raises(ValueError, match="another version"):
         _build(source, tmp_path)
-    (tmp_path / "one.so").rename(tmp_path / f"_batch{batch.SUFFIXES[0]}")
+    (tmp_path / "one.so").rename(tmp_path / f"_batch{SUFFIXES[0]}")
     with patch.object(batch, "_beside", lambda: tmp_path):
         assert Batch.load() is None

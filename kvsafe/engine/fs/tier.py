@@ -60,8 +60,10 @@ _LOOK_S = 0.02
 class RowOpener(Protocol):
     """Opens rows where they are, for a tier that asks it to. Called by several threads."""
 
-    def open(self, job: int, place: int, row: int, data: memoryview) -> bool:
-        """Whether what a job has read for this place and this row (uint8) is right."""
+    def open(
+        self, job: int, places: list[int], rows: list[int], data: list[memoryview]
+    ) -> list[int]:
+        """The places where what a job has read for this place and this row (uint8) is right."""
         ...
 
     def filled(self, job: int, places: list[int]) -> None:
@@ -273,9 +275,8 @@ class KVSafeFsTier(SecondaryTierManager):
         """The places whose bytes were opened already, if that is wanted."""
         if self.in_place is None:
             return []
-        number, rows, open_row = job.number, job.rows, self.in_place.open
-        pairs = zip(places, buffers, strict=True)
-        return [place for place, data in pairs if open_row(number, place, rows[place], data)]
+        rows = [job.rows[place] for place in places]
+        return self.in_place.open(job.number, places, rows, buffers)
 
     def _judged(self, job: Job, place: int, buffer: memoryview, outcome: Outcome) -> Outcome:
         """What a load comes to: rows that come sealed are opened by whoever has asked for them."""

@@ -9,40 +9,49 @@ after it has said so, and its rows are opened when its job has ended. What was n
 opened then as well.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvsafe.engine.fs.tier import KVSafeFsTier
 from kvsafe.engine.journal import logger
+from kvsafe.engine.tiers.openings import Openings
 from kvsafe.engine.tiers.promotion import Promotion
-from kvsafe.seal.refusal import Refusal
-
-OpenBytes = Callable[[OffloadKey, memoryview], Refusal | None]
 
 
 class InPlace:
     """Opens for the promotions of one tier. Used by the tier's threads."""
 
-    def __init__(self, promotions: Mapping[int, Promotion], open_bytes: OpenBytes) -> None:
+    def __init__(self, promotions: Mapping[int, Promotion], openings: Openings) -> None:
         self._promotions = promotions
-        self._open_bytes = open_bytes
+        self._openings = openings
 
-    def open(self, job: int, place: int, row: int, data: memoryview) -> bool:
-        """Whether this is what the promotion waits for at this place, in this row."""
+    def open(
+        self, job: int, places: list[int], rows: list[int], data: list[memoryview]
+    ) -> list[int]:
+        """The places where this is what the promotion waits for, in the row that it waits for."""
         promotion = self._promotions.get(job)
         if promotion is None:  # given up: nobody waits for it
-            return False
+            return []
         try:
-            key = promotion.order[place]
-            if promotion.keys[key] != row or self._open_bytes(key, data) is not None:
-                return False
-            promotion.right.add(key)
-            return True
-        except Exception as exc:  # it is opened again when the job has ended, and refused there
-            logger.error("kvsafe: a row was not opened in place: %s", type(exc).__name__)
-            return False
+            return self._right(promotion, places, rows, data)
+        except Exception as exc:  # they are opened again when the job has ended, and refused there
+            logger.error("kvsafe: rows were not opened in place: %s", type(exc).__name__)
+            return []
+
+    def _right(
+        self, promotion: Promotion, places: list[int], rows: list[int], data: list[memoryview]
+    ) -> list[int]:
+        order = promotion.order
+        asked = [
+            (place, order[place], bytes_read)
+            for place, row, bytes_read in zip(places, rows, data, strict=True)
+            if promotion.keys[order[place]] == row
+        ]
+        right = self._openings.right([key for _, key, _ in asked], [one for _, _, one in asked])
+        good = [(place, key) for (place, key, _), well in zip(asked, right, strict=True) if well]
+        promotion.right.update(key for _, key in good)
+        return [place for place, _ in good]
 
     def filled(self, job: int, places: list[int]) -> None:
         """Bytes that were right have been copied into their rows."""
@@ -53,8 +62,8 @@ class InPlace:
 
 
 def open_in_place(
-    tier: SecondaryTierManager, promotions: Mapping[int, Promotion], open_bytes: OpenBytes
+    tier: SecondaryTierManager, promotions: Mapping[int, Promotion], openings: Openings
 ) -> None:
     """Have rows of `promotions` opened by `tier`'s threads, if it is ours."""
     if type(tier) is KVSafeFsTier:
-        tier.in_place = InPlace(promotions, open_bytes)
+        tier.in_place = InPlace(promotions, openings)

@@ -46,6 +46,7 @@ from kvsafe.engine.tiers.guests import DetectorDoor, ParentDoor, source_of
 from kvsafe.engine.tiers.in_place import open_in_place
 from kvsafe.engine.tiers.names import ObjectNames
 from kvsafe.engine.tiers.objects import ObjectStore
+from kvsafe.engine.tiers.openings import Openings
 from kvsafe.engine.tiers.patience import JobWatch, RowKeeper, ends_within
 from kvsafe.engine.tiers.promotion import Promotion
 from kvsafe.seal.refusal import Refusal, RefusalKind
@@ -104,7 +105,8 @@ class ProvingTier(SecondaryTierManager):
         self._bad_objects: dict[OffloadKey, Refusal] = {}
         if store is not None:
             store.on_refusal = self._note_object
-        open_in_place(inner, self._promotions, self._open_bytes)
+        self._openings = Openings(desk.station, desk.epochs, desk.counters, self.label)
+        open_in_place(inner, self._promotions, self._openings)
 
     @property
     def block_size_bytes(self) -> int:
@@ -338,15 +340,7 @@ class ProvingTier(SecondaryTierManager):
         region = self._desk.station.region
         if region is None:
             return Refusal.of(RefusalKind.FENCE, "region", "open", "closed")
-        return self._open_bytes(key, region.row(row))
-
-    def _open_bytes(self, key: OffloadKey, row: memoryview) -> Refusal | None:
-        counters, start = self._desk.counters, time.perf_counter()
-        answer = self._desk.station.open_row(row, key, self._desk.epochs.epoch)
-        if isinstance(answer, Refusal):
-            return answer
-        counters.proven(self.label, answer.fixed.payload_bytes, time.perf_counter() - start)
-        return None
+        return self._openings.open(key, region.row(row))
 
     def _quarantine(self, key: OffloadKey, refusal: Refusal) -> None:
         store = self._store
