@@ -7,6 +7,7 @@ See `spec/decisions/0012-batches-in-c.md`.
 """
 
 import ctypes
+import mmap
 import os
 import stat
 from array import array
@@ -94,7 +95,10 @@ class Batch:
         direct: bool,
         rule: Rule,
     ) -> list[FileId | None]:
-        """Fill buffers of `rule.bytes`. Per file which it was, None for the long way."""
+        """Fill buffers of `rule.bytes`. Per file which it was, None for the long way.
+
+        `direct`: past the page cache, if they all begin on a page. So with `write`.
+        """
         count = _same_length(names, folders, buffers)
         check_lengths(buffers, rule.bytes)
         answers, seen = (ctypes.c_int32 * count)(), (_Seen * count)()
@@ -104,7 +108,7 @@ class Batch:
             _ints(folders),
             _texts(names),
             held.array,
-            ctypes.c_int(os.O_RDONLY | OPEN_FLAGS | (os.O_DIRECT if direct else 0)),
+            ctypes.c_int(os.O_RDONLY | OPEN_FLAGS | held.direct_flag(direct)),
             ctypes.byref(rule),
             answers,
             seen,
@@ -134,7 +138,7 @@ class Batch:
             _ints(folders),
             _texts(names),
             held.array,
-            ctypes.c_int(flags | (os.O_DIRECT if direct else 0)),
+            ctypes.c_int(flags | held.direct_flag(direct)),
             ctypes.c_int(sync),
             ctypes.byref(rule),
             answers,
@@ -197,11 +201,17 @@ def _texts(values: Sequence[bytes]) -> ctypes.Array[ctypes.c_char_p]:
 class _Places:
     """Where buffers begin, for C. They stay exported meanwhile, so that none is unmapped."""
 
-    __slots__ = ("_held", "array")
+    __slots__ = ("_held", "_places", "array")
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._held = [ctypes.c_char.from_buffer(view) for view in views]
-        self.array = (ctypes.c_void_p * len(views))(*map(ctypes.addressof, self._held))
+        self._places = list(map(ctypes.addressof, self._held))
+        self.array = (ctypes.c_void_p * len(views))(*self._places)
+
+    def direct_flag(self, wanted: bool) -> int:
+        """The flag for input and output past the page cache, which pages are needed for."""
+        pages = wanted and not any(place % mmap.PAGESIZE for place in self._places)
+        return os.O_DIRECT if pages else 0
 
 
 def _beside() -> Path:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule, check_lengths
-from kvsafe.tiers.buffers import page_aligned
 from kvsafe.tiers.chunkfile import Sync
 from kvsafe.tiers.folders import Folders
 from kvsafe.tiers.keeper import FRESH_S
@@ -77,7 +76,7 @@ class PlainCourse:
                 [file.folder for file in files],
                 [file.name.encode() for file in files],
                 buffers,
-                self._direct and all(map(page_aligned, buffers)),
+                self._direct,
                 self._rule(),
             )
             for file, which in zip(files, seen, strict=True):
@@ -111,7 +110,8 @@ class PlainCourse:
             try:
                 making.begin()
                 if more():
-                    making.write([rows[file.at] for file in making.begun], self._how(rows))
+                    how = self._direct, self._sync, self._rule()
+                    making.write([rows[file.at] for file in making.begun], how)
                 if more() and wanted():
                     making.publish()
             finally:
@@ -121,10 +121,6 @@ class PlainCourse:
                 answers[file.at] = DONE
             self._settle(files, answers, storing, more)
         return answers
-
-    def _how(self, rows: Sequence[memoryview]) -> tuple[bool, bool, Rule]:
-        """Whether past the page cache, whether with a sync, and by when."""
-        return self._direct and all(map(page_aligned, rows)), self._sync, self._rule()
 
     def _settle(
         self,
@@ -212,10 +208,8 @@ class _Making:
 
     def begin(self) -> None:
         """Take room and a temporary name for each, as far as it goes."""
-        for file in self._new:
-            if not self._storing.begin_now():
-                return
-            self.begun.append(file)
+        self.begun = list(self._new[: self._storing.begin_now(len(self._new))])
+        for file in self.begun:
             file.temporary = self._storing.temporary()
 
     def write(self, rows: Sequence[memoryview], how: tuple[bool, bool, Rule]) -> None:
@@ -235,9 +229,8 @@ class _Making:
             [file.temporary.encode() for file in self._written],
             [file.name.encode() for file in self._written],
         )
-        for file in _plain_ones(self._written, named):
-            self.published.append(file)
-            self._storing.spent(file.bucket, file.name)
+        self.published = _plain_ones(self._written, named)
+        self._storing.spent([(file.bucket, file.name) for file in self.published])
 
     def undo(self) -> None:
         """Remove what has no name, and give its room back."""

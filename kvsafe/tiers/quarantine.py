@@ -11,6 +11,7 @@ import os
 import secrets
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from typing import Literal
 
 from kvsafe.tiers.folders import Folders
@@ -41,12 +42,13 @@ class Quarantine:
         self._lock = threading.Lock()
         self._read: OrderedDict[bytes, FileId] = OrderedDict()
 
-    def note_read(self, name: bytes, file: FileId) -> None:
-        """Remember which file was read under a name."""
+    def note_read(self, files: Mapping[bytes, FileId]) -> None:
+        """Remember which file was read under each name."""
         with self._lock:
-            self._read[name] = file
-            self._read.move_to_end(name)
-            if len(self._read) > _READ_LIMIT:
+            for name, file in files.items():
+                self._read[name] = file
+                self._read.move_to_end(name)
+            while len(self._read) > _READ_LIMIT:
                 self._read.popitem(last=False)
 
     def move_read(self, name: bytes, number: int, text: str) -> bool:

@@ -92,10 +92,17 @@ class Room:
                 self._asking.release()
         return False
 
-    def take_now(self, amount: int) -> bool:
-        """As `take`, but without waiting for other threads of this process, or for a count."""
-        if self._take_unspent(amount):
-            return True
+    def take_now(self, amount: int, count: int) -> int:
+        """How many times `amount`, at most `count`, could be reserved without waiting.
+
+        Neither for other threads of this process nor for a count. Never raises `OSError`.
+        """
+        taken = self._take_unspent_some(amount, count)
+        while taken < count and self._take_one_now(amount):
+            taken += 1 + self._take_unspent_some(amount, count - taken - 1)
+        return taken
+
+    def _take_one_now(self, amount: int) -> bool:
         if not self._asking.acquire(blocking=False):
             return False
         try:
@@ -109,12 +116,14 @@ class Room:
             self._asking.release()
 
     def _take_unspent(self, amount: int) -> bool:
+        return self._take_unspent_some(amount, 1) == 1
+
+    def _take_unspent_some(self, amount: int, count: int) -> int:
         with self._lock:
-            if self._unspent < amount:
-                return False
-            self._unspent -= amount
-            self._in_flight += amount
-            return True
+            taken = min(count, self._unspent // amount)
+            self._unspent -= taken * amount
+            self._in_flight += taken * amount
+            return taken
 
     def _wanted(self, amount: int) -> int:
         return max(amount, self.grant_bytes)
@@ -149,10 +158,17 @@ class Room:
         chosen = heapq.nsmallest(CANDIDATES, candidates)
         self._candidates = chosen  # sorted, so already a heap
 
-    def offer_one(self, bucket: str, name: str) -> None:
-        """Take a file that was just written as the newest candidate, while there is place."""
-        if len(self._candidates) < CANDIDATES:
-            heapq.heappush(self._candidates, (int(self._calls.now() * 1e9), bucket, name))
+    def offer_new(self, files: Iterable[tuple[str, str]]) -> None:
+        """Take files that were just written as the newest candidates, while there is place.
+
+        Bucket and name of each.
+        """
+        if len(self._candidates) >= CANDIDATES:
+            return
+        now = int(self._calls.now() * 1e9)
+        for bucket, name in files:
+            if len(self._candidates) < CANDIDATES:
+                heapq.heappush(self._candidates, (now, bucket, name))
 
     def evict(self, amount: int) -> bool:
         """Remove least lately used files of `amount` bytes at least. True if any went.

@@ -223,10 +223,11 @@ class ChunkStore:
         seen: list[FileId | None] = [None] * len(names)
         if self._course is not None:
             seen = self._course.read(names, into)
+            read = {name: file for name, file in zip(names, seen, strict=True) if file is not None}
+            self._quarantine.note_read(read)
         outcomes = []
         for name, buffer, which in zip(names, into, seen, strict=True):
             if which is not None:
-                self._quarantine.note_read(name, which)
                 outcomes.append(self._counted(DONE))
             elif more():
                 outcomes.append(self.get(name, buffer))
@@ -249,7 +250,7 @@ class ChunkStore:
             return flaw
         if self.keeper.outlived(info):
             return Flaw("age", "", "outlived")
-        self._quarantine.note_read(name, seen[0])
+        self._quarantine.note_read({name: seen[0]})
         try:
             mark_used(self.calls, fd, info)
         except OSError:

@@ -2,7 +2,7 @@
 """Storing one row with room that was taken: whatever happens, the account stays right."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvsafe.tiers.chunkfile import Writer
 from kvsafe.tiers.folders import Folders
@@ -37,9 +37,12 @@ class Storing:
         """Take the room of one row, waiting for it. None if there is some; raises `OSError`."""
         return None if self._room.take(self._charge) else Outcome(Answer.NO_ROOM, _NO_ROOM)
 
-    def begin_now(self) -> bool:
-        """Take the room of one row if there is some without waiting. Never raises `OSError`."""
-        return self._room.take_now(self._charge)
+    def begin_now(self, rows: int) -> int:
+        """Take the room of rows as far as there is some without waiting; of how many.
+
+        Never raises `OSError`.
+        """
+        return self._room.take_now(self._charge, rows)
 
     def temporary(self) -> str:
         """A new name to write under."""
@@ -59,7 +62,7 @@ class Storing:
             self._writer.publish(folder, temporary, file)
         except OSError as exc:
             return self._failed(folder, bucket, temporary, exc, written)
-        self.spent(bucket, file)
+        self.spent([(bucket, file)])
         return self.settled(folder) or DONE
 
     def _failed(
@@ -77,10 +80,13 @@ class Storing:
             self._folders.forget_bucket(bucket)  # removed behind our back; the next one is new
         return outcome
 
-    def spent(self, bucket: str, file: str) -> None:
-        """A file has its name: its room is spent, and it may be evicted one day."""
-        self._room.spent(self._charge)
-        self._room.offer_one(bucket, file)
+    def spent(self, files: Sequence[tuple[str, str]]) -> None:
+        """Files have their names: their room is spent, and they may be evicted one day.
+
+        Bucket and name of each.
+        """
+        self._room.spent(self._charge * len(files))
+        self._room.offer_new(files)
 
     def settled(self, folder: int) -> Outcome | None:
         """Make the names in an open bucket survive, if that is set. None if they do.
