@@ -59,13 +59,13 @@ class Station:
         self.setting: SealSetting | None = None
         self._opener: Opener | None = None
         self._batch: tuple[BatchOpener | None] | None = None
-        self._key_bytes = 0
+        self.key_bytes = 0
         self._geometry: bytes | None = None
         self._lock = threading.Lock()
 
     def lay_out(self, *, key_bytes: int, slots: int, slice_bytes: tuple[int, ...]) -> RowLayout:
         """Decide the shape of rows (bytes per key, blocks per chunk, bytes per writer)."""
-        self._key_bytes = key_bytes
+        self.key_bytes = key_bytes
         layout = RowLayout.plan(
             identity_bytes=len(self.identity.document),
             key_bytes=key_bytes,
@@ -188,7 +188,7 @@ class Station:
     ) -> list[bool]:
         """Per row whether it is surely right; where not, `open_row` is to be asked."""
         if self._batch is None:
-            self._batch = (batch_opener(self._expectation(), self._key_bytes),)
+            self._batch = (batch_opener(self._expectation(), self.key_bytes),)
         batch = self._batch[0]
         return [False] * len(rows) if batch is None else batch.right(rows, keys, epoch)
 

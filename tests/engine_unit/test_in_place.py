@@ -13,10 +13,12 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
+from kvsafe.engine.counters import BYTES_VERIFIED, OPENED
 from kvsafe.engine.fs.tier import KVSafeFsTier
-from kvsafe.engine.tiers.in_place import open_in_place
+from kvsafe.engine.tiers.openings import Openings
 from kvsafe.engine.tiers.promotion import Promotion
 from kvsafe.engine.tiers.proving import ProvingTier
+from kvsafe.seal.batch import native
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from tests.engine_unit.sealed_world import World, key_of, running
 from tests.engine_unit.test_fs_tier import DEADLINE_S
@@ -38,6 +40,7 @@ class DiskWorld(World):
     def __init__(self, folder: Path, kind: type[KVSafeFsTier]) -> None:
         self.kind = kind
         self.openers: list[str] = []
+        self.together: list[str] = []
         super().__init__(folder, tiers=["kvsafe-fs"])
 
     def _tier(self, index: int, kind: str) -> ProvingTier:
@@ -60,13 +63,18 @@ def world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[DiskWorld]:
     """A world that holds A and B on disk only."""
-    right = ProvingTier._open_bytes
+    alone, together = Openings.open, Openings.right
 
-    def noted(self: Any, key: OffloadKey, row: memoryview) -> Refusal | None:
+    def noted(self: Any, key: bytes, row: memoryview) -> Refusal | None:
         made.openers.append(threading.current_thread().name)
-        return right(self, key, row)
+        return alone(self, key, row)
 
-    monkeypatch.setattr(ProvingTier, "_open_bytes", noted)
+    def noted_all(self: Any, keys: list[bytes], rows: list[memoryview]) -> list[bool]:
+        made.together += [threading.current_thread().name] * len(keys)
+        return together(self, keys, rows)
+
+    monkeypatch.setattr(Openings, "open", noted)
+    monkeypatch.setattr(Openings, "right", noted_all)
     made = DiskWorld(tmp_path, getattr(request, "param", KVSafeFsTier))
     with running(made):
         made.store(A, B)
@@ -76,9 +84,28 @@ def world(
 
 def test_a_row_is_opened_once_by_the_thread_that_read_it(world: DiskWorld) -> None:
     assert world.ask(A) is HIT
-    assert [name.startswith("kvsafe-fs") for name in world.openers] == [True]
+    assert [name.startswith("kvsafe-fs") for name in world.together] == [True]
+    # Where rows can be opened together nobody opens one alone that is right.
+    assert len(world.openers) == (0 if native() else 1)
     assert world.refusals() == {}
     world.prove_offers()
+
+
+def test_without_batches_it_is_opened_alone_by_the_same_thread(
+    world: DiskWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.station, "_batch", (None,))
+    assert world.ask(A) is HIT
+    assert [name.startswith("kvsafe-fs") for name in world.openers] == [True]
+    world.prove_offers()
+
+
+def test_what_is_opened_is_counted_once(world: DiskWorld) -> None:
+    before = world.desk.counters.totals[OPENED], world.desk.counters.totals[BYTES_VERIFIED]
+    assert world.ask(A) is HIT
+    after = world.desk.counters.totals[OPENED], world.desk.counters.totals[BYTES_VERIFIED]
+    payload = world.station.seal_setting.layout.payload_bytes
+    assert (after[0] - before[0], after[1] - before[1]) == (1, payload)
 
 
 @pytest.mark.parametrize("world", [OtherTier], indirect=True)
@@ -103,27 +130,25 @@ def test_a_changed_byte_is_refused_once_and_the_file_goes(world: DiskWorld) -> N
 def test_an_opening_that_fails_is_made_again_when_the_job_has_ended(
     world: DiskWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = ProvingTier._open_bytes
+    noted = Openings.right
 
-    def lame(self: Any, key: OffloadKey, row: memoryview) -> Refusal | None:
-        answer = noted(self, key, row)
-        if threading.current_thread().name.startswith("kvsafe-fs"):
-            raise RuntimeError("a fault of ours")
-        return answer
+    def lame(self: Any, keys: list[bytes], rows: list[memoryview]) -> list[bool]:
+        noted(self, keys, rows)
+        raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(ProvingTier, "_open_bytes", lame)
-    open_in_place(world.tier.inner, world.tier._promotions, world.tier._open_bytes)
+    monkeypatch.setattr(Openings, "right", lame)
     assert world.ask(A) is HIT
-    assert [name.startswith("kvsafe-fs") for name in world.openers] == [True, False]
+    assert len(world.together) == 1
+    assert [name.startswith("kvsafe-fs") for name in world.openers][-1:] == [False]
 
 
 def test_a_row_of_a_load_that_was_given_up_is_nobodys(world: DiskWorld) -> None:
     in_place, data = world.tier.inner.in_place, memoryview(bytearray(world.tier.block_size_bytes))
-    assert not in_place.open(12345, 0, 0, data)
+    assert in_place.open(12345, [0], [0], [data]) == []
     in_place.filled(12345, [0])
     assert world.openers == []
     world.tier._promotions[12345] = Promotion({A: 0})
-    assert not in_place.open(12345, 0, 0, data)
+    assert in_place.open(12345, [0], [0], [data]) == []
     del world.tier._promotions[12345]
     assert len(world.openers) == 1
 
@@ -133,7 +158,7 @@ def test_bytes_that_go_to_another_row_are_not_opened_in_place(world: DiskWorld) 
     in_place = world.tier.inner.in_place
     data = memoryview(bytearray(world.path(A).read_bytes()))
     world.tier._promotions[12345] = Promotion({A: 3})
-    assert [in_place.open(12345, 0, row, data) for row in (0, 3)] == [False, True]
+    assert [in_place.open(12345, [0], [row], [data]) for row in (0, 3)] == [[], [0]]
     del world.tier._promotions[12345]
 
 
@@ -161,7 +186,7 @@ def test_what_was_right_for_another_load_of_this_number_is_not_opened(world: Dis
     promotions = world.tier._promotions
     first, second = Promotion({A: 3}), Promotion({A: 3})
     promotions[12345] = first
-    assert in_place.open(12345, 0, 3, data)
+    assert in_place.open(12345, [0], [3], [data]) == [0]
     promotions[12345] = second
     in_place.filled(12345, [0])
     assert second.opened == set()
@@ -179,9 +204,11 @@ class _Opening:
         self.told: list[int] = []
         self._refused = refused
 
-    def open(self, job: int, place: int, row: int, data: memoryview) -> bool:
-        self.asked.append(place)
-        return place != self._refused
+    def open(
+        self, job: int, places: list[int], rows: list[int], data: list[memoryview]
+    ) -> list[int]:
+        self.asked += places
+        return [place for place in places if place != self._refused]
 
     def filled(self, job: int, places: list[int]) -> None:
         self.told += places

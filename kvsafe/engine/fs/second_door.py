@@ -119,9 +119,19 @@ class SealingFsTier(KVSafeFsTier):
         refusal = self._seal.seal(buffer, bytes(job.keys[place]), job.epoch)
         return None if refusal is None else Outcome(Answer.UNREACHABLE, str(refusal), refusal)
 
-    def _judged(self, job: Job, place: int, buffer: memoryview, outcome: Outcome) -> Outcome:
-        if not outcome.good:
-            return outcome
+    def _judged(
+        self, job: Job, places: range, buffers: list[memoryview], outcomes: list[Outcome]
+    ) -> list[Outcome]:
+        loaded = [at for at, outcome in enumerate(outcomes) if outcome.good]
+        keys = [bytes(job.keys[places[at]]) for at in loaded]
+        right = self._seal.right([buffers[at] for at in loaded], keys, job.epoch, self.tier_type)
+        answers = list(outcomes)
+        for at, good in zip(loaded, right, strict=True):
+            if not good:
+                answers[at] = self._opened_alone(job, places[at], buffers[at], outcomes[at])
+        return answers
+
+    def _opened_alone(self, job: Job, place: int, buffer: memoryview, outcome: Outcome) -> Outcome:
         name, key = job.names[place], bytes(job.keys[place])
         refusal = self._seal.open(buffer, key, job.epoch, self.tier_type)
         if refusal is None:

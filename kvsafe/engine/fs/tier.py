@@ -255,10 +255,7 @@ class KVSafeFsTier(SecondaryTierManager):
         buffers = self._buffers.get_all()[: len(places)]
         names = [job.names[place] for place in places]
         outcomes = self.store.get_all(names, buffers, more=lambda: ticket.renew(self._clock()))
-        outcomes = [
-            self._judged(job, place, buffer, outcome)
-            for place, buffer, outcome in zip(places, buffers, outcomes, strict=False)
-        ]
+        outcomes = self._judged(job, places[: len(outcomes)], buffers, outcomes)
         filled = [at for at, outcome in enumerate(outcomes) if outcome.good]
         if not ticket.renew(self._clock()):
             return outcomes
@@ -278,9 +275,11 @@ class KVSafeFsTier(SecondaryTierManager):
         rows = [job.rows[place] for place in places]
         return self.in_place.open(job.number, places, rows, buffers)
 
-    def _judged(self, job: Job, place: int, buffer: memoryview, outcome: Outcome) -> Outcome:
-        """What a load comes to: rows that come sealed are opened by whoever has asked for them."""
-        return outcome
+    def _judged(
+        self, job: Job, places: range, buffers: list[memoryview], outcomes: list[Outcome]
+    ) -> list[Outcome]:
+        """What loads come to: rows that come sealed are opened by whoever has asked for them."""
+        return outcomes
 
     def _fill_rows(self, rows: list[memoryview], buffers: list[memoryview]) -> None:
         self.store.copy(rows, buffers)

@@ -20,6 +20,7 @@ from kvsafe.engine.identity.planned_geometry import planned_geometry
 from kvsafe.engine.journal import RefusalJournal
 from kvsafe.engine.rows.epochs import EpochKeeper
 from kvsafe.engine.tiers.names import ObjectNames
+from kvsafe.seal.batch import batch_opener
 from kvsafe.seal.cbor import encode
 from kvsafe.seal.layout import coverage_bytes
 from kvsafe.seal.opening import Expectation, Opener
@@ -68,16 +69,16 @@ class TierSeal:
         document = _as_workers_write(geometry.describe(), parts.offloading.parallel.world_size)
         self._header = HeaderSealer(setting, document)
         self._slices = [SliceSealer(setting, index) for index in range(len(layout.slices))]
-        self._opener = Opener(
-            Expectation(
-                suite=setting.suite,
-                keyring=setting.keyring,
-                layout=layout,
-                identity_document=setting.identity_document,
-                identity_digest=setting.identity_digest,
-                geometry_document=document,
-            )
+        expectation = Expectation(
+            suite=setting.suite,
+            keyring=setting.keyring,
+            layout=layout,
+            identity_document=setting.identity_document,
+            identity_digest=setting.identity_digest,
+            geometry_document=document,
         )
+        self._opener = Opener(expectation)
+        self._batch = batch_opener(expectation, self.station.key_bytes)
         self._coverage = ((1 << layout.slots) - 1).to_bytes(coverage_bytes(layout.slots), "little")
         self._generations = itertools.count(1)
         self.names = ObjectNames(setting.suite, setting.keyring, setting.identity_digest)
@@ -112,6 +113,19 @@ class TierSeal:
             return answer
         self.counters.proven(place, answer.fixed.payload_bytes, time.perf_counter() - start)
         return None
+
+    def right(
+        self, buffers: list[memoryview], keys: list[bytes], epoch: int, place: str
+    ) -> list[bool]:
+        """Per file in `buffers` whether it is surely right and whole; where not, `open` it."""
+        if self._batch is None:
+            return [False] * len(buffers)
+        start = time.perf_counter()
+        found = self._batch.right(buffers, keys, epoch)
+        taken, count = time.perf_counter() - start, sum(found)
+        if count:
+            self.counters.proven(place, self.layout.payload_bytes, taken / len(found), count)
+        return found
 
     def give_out(self, row: memoryview, buffer: memoryview) -> None:
         """Copy the payload of an opened file into a row."""
