@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsafe.engine.config import KVSafeConfig
+from kvsafe.engine.journal import logger
 from kvsafe.host import HostRegion, RegionShape
 from kvsafe.seal.batch import BatchOpener, batch_opener
 from kvsafe.seal.cbor import decode, encode
@@ -189,6 +190,8 @@ class Station:
         """Per row whether it is surely right; where not, `open_row` is to be asked."""
         if self._batch is None:
             self._batch = (batch_opener(self._expectation(), self.key_bytes),)
+            together = "one by one" if self._batch[0] is None else "together"
+            logger.info("kvsafe: rows that a tier brings are opened %s", together)
         batch = self._batch[0]
         return [False] * len(rows) if batch is None else batch.right(rows, keys, epoch)
 

@@ -8,9 +8,11 @@
  * tags, which no reader can know before), each slice has the tag that its record says, and the
  * tail is zero. Whatever else a row is, opening.py opens it and knows why. Nothing that a row
  * declares is used as a length or a place: all of them come from the caller. No memory is
- * allocated but what libcrypto needs for three states.
+ * allocated but what libcrypto needs for two states.
  *
- * The cryptography is OpenSSL's (EVP_MAC, 3.0 and later); batch.py hands its functions over.
+ * The cryptography is OpenSSL's (EVP_MAC, 3.0 and later); batch.py hands its functions over. Each
+ * message begins with its key: beginning again without one is not promised, and does nothing in
+ * 3.0.0 to 3.0.2.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -39,6 +41,7 @@ typedef struct evp_mac_ctx_st state;
 struct crypto {
     state *(*begin)(void *mac);                                             /* EVP_MAC_CTX_new */
     void (*end)(state *);                                                   /* EVP_MAC_CTX_free */
+    int (*set)(state *, const struct param *);                              /* _CTX_set_params */
     int (*init)(state *, const uint8_t *key, size_t bytes, const struct param *);
     int (*update)(state *, const uint8_t *data, size_t bytes);
     int (*final)(state *, uint8_t *out, size_t *bytes, size_t room);
@@ -66,15 +69,15 @@ struct rows {
     const uint8_t *slice_key;
 };
 
-EXPORT const int32_t kvsafe_seal_sizes[3]
-    = { sizeof(struct crypto), sizeof(struct slice), sizeof(struct rows) };
+/* What batch.py believes: another number for another meaning of this file, then sizes. */
+EXPORT const int32_t kvsafe_seal_sizes[4]
+    = { 1, sizeof(struct crypto), sizeof(struct slice), sizeof(struct rows) };
 
 struct opening {
     const struct crypto *crypto;
     const struct rows *rows;
-    state *header; /* HMAC with the header key */
-    state *slice;  /* HMAC with the slice key */
-    state *hash;   /* GMAC */
+    state *hmac;
+    state *gmac;
 };
 
 static int final_is(const struct crypto *crypto, state *mac, uint8_t *out, size_t bytes)
@@ -89,8 +92,8 @@ static int gmac(const struct opening *open, const uint8_t *key, const uint8_t *d
     uint8_t nonce[12] = { 0 };
     const struct param params[] = { { "iv", PARAM_BYTES, nonce, sizeof nonce, 0 }, LAST };
     const struct crypto *crypto = open->crypto;
-    return crypto->init(open->hash, key, TAG, params) == 1
-        && crypto->update(open->hash, data, bytes) == 1 && final_is(crypto, open->hash, out, GMAC);
+    return crypto->init(open->gmac, key, TAG, params) == 1
+        && crypto->update(open->gmac, data, bytes) == 1 && final_is(crypto, open->gmac, out, GMAC);
 }
 
 /* HMAC of a byte, a context, and what may follow it. */
@@ -98,11 +101,11 @@ static int hmac(const struct opening *open, uint8_t first, const uint8_t *contex
                 const uint8_t *more, size_t more_bytes, uint8_t *out)
 {
     const struct crypto *crypto = open->crypto;
-    return crypto->init(open->slice, NULL, 0, NULL) == 1
-        && crypto->update(open->slice, &first, 1) == 1
-        && crypto->update(open->slice, context, bytes) == 1
-        && (more_bytes == 0 || crypto->update(open->slice, more, more_bytes) == 1)
-        && final_is(crypto, open->slice, out, TAG);
+    return crypto->init(open->hmac, open->rows->slice_key, TAG, NULL) == 1
+        && crypto->update(open->hmac, &first, 1) == 1
+        && crypto->update(open->hmac, context, bytes) == 1
+        && (more_bytes == 0 || crypto->update(open->hmac, more, more_bytes) == 1)
+        && final_is(crypto, open->hmac, out, TAG);
 }
 
 static int is_slice(const struct opening *open, const uint8_t *row, const uint8_t *key,
@@ -125,9 +128,9 @@ static int is_header_tag(const struct opening *open, const uint8_t *head)
     const struct crypto *crypto = open->crypto;
     size_t bytes = (size_t)open->rows->header_bytes - TAG;
     uint8_t found[TAG];
-    return crypto->init(open->header, NULL, 0, NULL) == 1
-        && crypto->update(open->header, head, bytes) == 1
-        && final_is(crypto, open->header, found, TAG)
+    return crypto->init(open->hmac, open->rows->header_key, TAG, NULL) == 1
+        && crypto->update(open->hmac, head, bytes) == 1
+        && final_is(crypto, open->hmac, found, TAG)
         && crypto->differ(found, head + bytes, TAG) == 0;
 }
 
@@ -189,13 +192,10 @@ static int begin(struct opening *open)
     const struct param block[]
         = { { "cipher", PARAM_TEXT, (void *)cipher, sizeof cipher - 1, 0 }, LAST };
     const struct crypto *crypto = open->crypto;
-    open->header = crypto->begin(crypto->hmac);
-    open->slice = crypto->begin(crypto->hmac);
-    open->hash = crypto->begin(crypto->gmac);
-    return open->header != NULL && open->slice != NULL && open->hash != NULL
-        && crypto->init(open->header, open->rows->header_key, TAG, digest) == 1
-        && crypto->init(open->slice, open->rows->slice_key, TAG, digest) == 1
-        && crypto->init(open->hash, NULL, 0, block) == 1;
+    open->hmac = crypto->begin(crypto->hmac);
+    open->gmac = crypto->begin(crypto->gmac);
+    return open->hmac != NULL && open->gmac != NULL && crypto->set(open->hmac, digest) == 1
+        && crypto->set(open->gmac, block) == 1;
 }
 
 /* Per row 1 if it is right, else 0. `keys` are of `key_bytes`, `epoch` of 8, little-endian. */
@@ -207,7 +207,6 @@ EXPORT void kvsafe_open(int64_t count, const uint8_t *const *rows, const uint8_t
     int begun = want->header_bytes <= HEAD_MOST && want->key_bytes <= KEY_MOST && begin(&open);
     for (int64_t i = 0; i < count; i++)
         answers[i] = begun && is_right(&open, rows[i], keys[i], epoch);
-    crypto->end(open.header);
-    crypto->end(open.slice);
-    crypto->end(open.hash);
+    crypto->end(open.hmac);
+    crypto->end(open.gmac);
 }

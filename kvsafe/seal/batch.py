@@ -19,20 +19,26 @@ from functools import lru_cache
 from pathlib import Path
 
 from kvsafe.seal.header import bitmap
-from kvsafe.seal.layout import MAX_KEY_BYTES, RowLayout
+from kvsafe.seal.layout import FIXED, MAX_KEY_BYTES, RowLayout
 from kvsafe.seal.native import load_beside, sizes_of
-from kvsafe.seal.opening import Expectation
+from kvsafe.seal.opening import Expectation, Opener
+from kvsafe.seal.refusal import Refusal
 from kvsafe.seal.sealing import HeaderSealer, SealSetting, SliceSealer, slice_context
-from kvsafe.seal.suites import Suite
+from kvsafe.seal.suites import TAG_BYTES, Suite
 
 MOST_ROW_BYTES = 256 << 10
 """Longer rows are opened one by one: their hash is all that counts, and there it is faster."""
 MOST_HEADER_BYTES = 16384
 """`HEAD_MOST` of `batch.c`: of a header it makes a copy on its stack."""
+MEANING = 1
+"""Of `batch.c`: another number whenever it does something else with the same structures."""
+TIME_AT = 40
+"""Where a header says when it was sealed."""
 LIBCRYPTO = "libcrypto.so.3"
 _CALLS = (
     "EVP_MAC_CTX_new",
     "EVP_MAC_CTX_free",
+    "EVP_MAC_CTX_set_params",
     "EVP_MAC_init",
     "EVP_MAC_update",
     "EVP_MAC_final",
@@ -108,7 +114,8 @@ class BatchOpener:
         """Per row (uint8, writable, contiguous) whether it is surely right for its key.
 
         False says nothing: `Opener.open` is to be asked. Raises `ValueError` for another number of
-        keys than rows, and `BufferError` or `TypeError` for memory that C cannot be given.
+        keys than rows, `OverflowError` for no epoch, and `BufferError` or `TypeError` for memory
+        that C cannot be given.
         """
         if len(rows) != len(keys):
             raise ValueError(f"{len(rows)} rows and {len(keys)} keys")
@@ -142,7 +149,7 @@ class Native:
     def of(cls, library: ctypes.CDLL) -> "Native":
         """Raises `ValueError`, `AttributeError` or `OSError` for what does not fit together."""
         sizes = tuple(map(ctypes.sizeof, (_Crypto, _Slice, _Rows)))
-        if sizes_of(library, "kvsafe_seal_sizes", 3) != sizes:
+        if sizes_of(library, "kvsafe_seal_sizes", 4) != (MEANING, *sizes):
             raise ValueError("a shared object of another version")
         library.kvsafe_open.restype = None
         return cls(library, _crypto(ctypes.CDLL(LIBCRYPTO)))
@@ -162,6 +169,7 @@ def batch_opener(want: Expectation, key_bytes: int) -> BatchOpener | None:
         or layout.row_bytes > MOST_ROW_BYTES
         or layout.header_bytes > MOST_HEADER_BYTES
         or not 1 <= key_bytes <= MAX_KEY_BYTES
+        or not _within_row(layout)
     ):
         return None
     found = native()
@@ -169,6 +177,14 @@ def batch_opener(want: Expectation, key_bytes: int) -> BatchOpener | None:
         return None
     made = BatchOpener(found, want, key_bytes)
     return made if _knows_right_from_wrong(made, want, key_bytes) else None
+
+
+def _within_row(layout: RowLayout) -> bool:
+    """Whether C would stay inside a row: what a layout that was planned always says."""
+    return layout.header_bytes + layout.payload_bytes <= layout.row_bytes and all(
+        place.offset >= 0 and place.offset + place.length <= layout.payload_bytes
+        for place in layout.slices
+    )
 
 
 def sealed_row(want: Expectation, key: bytes, epoch: int, generation: int) -> bytearray:
@@ -191,31 +207,47 @@ def sealed_row(want: Expectation, key: bytes, epoch: int, generation: int) -> by
 def _knows_right_from_wrong(opener: BatchOpener, want: Expectation, key_bytes: int) -> bool:
     """Whether it says yes to a row of ours, and to nothing else that is tried.
 
-    For a compiler, a library or a processor that does not do what it should.
+    For a compiler, a library or a processor that does not do what it should, and for an engine
+    whose own rows `Opener` does not open.
     """
     key, other, epoch = b"k" * key_bytes, b"o" * key_bytes, 5
     row = memoryview(sealed_row(want, key, epoch, 3))
+    if isinstance(Opener(want).open(row, key, epoch), Refusal):
+        return False
     asked = ((key, epoch), (other, epoch), (key, epoch + 1))
     if [opener.right([row], [name], at) for name, at in asked] != [[True], [False], [False]]:
         return False
     for at in _telling(want.layout):
-        row[at] ^= 1
-        if opener.right([row], [key], epoch) != [False]:
-            return False
-        row[at] ^= 1
+        for tagged in (False, True):
+            changed = memoryview(bytearray(row))
+            changed[at] ^= 1
+            if tagged:
+                _tag_header(want, changed)
+            if opener.right([changed], [key], epoch) != [at == TIME_AT and tagged]:
+                return False
     return opener.right([row, row], [key, key], epoch) == [True, True]
 
 
+def _tag_header(want: Expectation, row: memoryview) -> None:
+    """Tag a header anew, as one does who has the key and no good intentions."""
+    ring, at = want.keyring, want.layout.header_bytes - TAG_BYTES
+    row[at : at + TAG_BYTES] = want.suite.tag(ring.subkey(ring.active, "header"), row[:at])
+
+
 def _telling(layout: RowLayout) -> set[int]:
-    """Bytes of a row that a seal holds: the ends of the header, of its tags, and of each slice."""
-    tags = (layout.header_bytes - 1, layout.record_offset(0) + 40)
-    ends = [
+    """Bytes that a seal holds: of each part of the header, of its tags, of slices and tail.
+
+    And the one of the time, which decides nothing.
+    """
+    record, end = layout.record_offset(0), layout.header_bytes + layout.payload_bytes
+    head = {0, 24, 32, TIME_AT, 48, 80, FIXED.size, record - 1, record, record + 24, record + 63}
+    ends = {
         layout.header_bytes + place.offset + at
         for place in layout.slices
         for at in (0, place.length - 1)
-    ]
-    tail = () if layout.header_bytes + layout.payload_bytes == layout.row_bytes else (-1,)
-    return {0, *tags, *ends, *(layout.row_bytes + at for at in tail)}
+    }
+    tail = {end, layout.row_bytes - 1} if end < layout.row_bytes else set()
+    return head | ends | tail
 
 
 def _crypto(libcrypto: ctypes.CDLL) -> _Crypto:
@@ -224,8 +256,11 @@ def _crypto(libcrypto: ctypes.CDLL) -> _Crypto:
     fetch = libcrypto.EVP_MAC_fetch
     fetch.restype = ctypes.c_void_p
     fetch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
+    # What fails leaves no error behind for whoever uses the library next in this thread.
+    libcrypto.ERR_set_mark()
     # Kept for as long as the process lives.
     algorithms = [fetch(None, name, None) for name in (b"HMAC", b"GMAC")]
+    libcrypto.ERR_pop_to_mark()
     if not all(algorithms):
         raise ValueError("a libcrypto without HMAC or GMAC")
     return _Crypto(*calls, *algorithms)

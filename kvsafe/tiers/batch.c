@@ -45,8 +45,9 @@ struct seen {
     int64_t written;
 };
 
-/* What batch.py believes the two to be; it loads nothing else. */
-EXPORT const int32_t kvsafe_batch_sizes[2] = { sizeof(struct rule), sizeof(struct seen) };
+/* What batch.py believes; it loads nothing else: another number for another meaning of this file,
+ * then sizes. */
+EXPORT const int32_t kvsafe_batch_sizes[3] = { 1, sizeof(struct rule), sizeof(struct seen) };
 
 /* The nearest that 64 bits hold: a file may tell any time. */
 static int64_t in_ns(const struct timespec *time)

@@ -23,6 +23,8 @@ ASIDE = -1
 """Not as it should be, or not begun: to be taken the long way."""
 ABSENT = -2
 
+MEANING = 1
+"""Of `batch.c`: another number whenever it does something else with the same structures."""
 _NEVER = -(1 << 63)
 _MOST_S = 9e9
 _MODE = stat.S_IFREG | 0o600
@@ -65,8 +67,8 @@ class Batch:
     """The functions of `batch.c`. Every sequence has one entry a file. Thread-safe."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        sizes = ctypes.sizeof(Rule), ctypes.sizeof(_Seen)
-        if sizes_of(library, "kvsafe_batch_sizes", 2) != sizes:
+        sizes = MEANING, ctypes.sizeof(Rule), ctypes.sizeof(_Seen)
+        if sizes_of(library, "kvsafe_batch_sizes", 3) != sizes:
             raise ValueError("a shared object of another version")
         self._library = library
         for name in ("read", "write", "publish", "copy"):

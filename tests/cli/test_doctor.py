@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -32,7 +33,7 @@ from kvsafe.cli.doctor.engine import (
 )
 from kvsafe.cli.doctor.finding import Finding, Level, bad, finding_lines
 from kvsafe.cli.doctor.machine import examine_clock, examine_limits, judge_memory
-from kvsafe.cli.doctor.speed import examine_suite, judge_suite
+from kvsafe.cli.doctor.speed import examine_opening, examine_suite, judge_suite
 from kvsafe.cli.doctor.state import State, examine_state
 from kvsafe.engine.config import PROVEN_VLLM_VERSIONS
 from kvsafe.seal.epoch import EpochFile
@@ -580,6 +581,15 @@ def test_a_suite_that_is_much_slower_here() -> None:
     # What has no key is warned of elsewhere, not for its speed.
     assert judge_suite(Suite.BLAKE3, speeds).level is Level.OK
     assert "aes256-gmac" in examine_suite(Suite.AES256_GMAC).text
+
+
+def test_rows_that_are_opened_one_by_one() -> None:
+    assert examine_opening(Suite.BLAKE3_KEYED).level is Level.OK
+    with patch("kvsafe.cli.doctor.speed.native", lambda: object()):
+        assert examine_opening(Suite.AES256_GMAC).level is Level.OK
+    with patch("kvsafe.cli.doctor.speed.native", lambda: None):
+        told = examine_opening(Suite.AES256_GMAC)
+    assert told.level is Level.WARN and "compiler" in told.todo
 
 
 def test_too_many_rows_for_this_machine(ready: Shelf, call: Caller) -> None:

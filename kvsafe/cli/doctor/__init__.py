@@ -27,7 +27,7 @@ from kvsafe.cli.doctor.engine import (
 from kvsafe.cli.doctor.finding import Finding, Level, finding_lines, unknown
 from kvsafe.cli.doctor.machine import examine_clock, examine_limits, examine_memory
 from kvsafe.cli.doctor.setting import examine_config, read_config
-from kvsafe.cli.doctor.speed import examine_suite
+from kvsafe.cli.doctor.speed import examine_opening, examine_suite
 from kvsafe.cli.doctor.state import State, examine_state
 from kvsafe.cli.inspect.keys import default_state_dir
 from kvsafe.cli.inspect.screen import print_json, say
@@ -88,7 +88,9 @@ def examine(args: argparse.Namespace, environ: Mapping[str, str]) -> Iterator[Fi
     wanted = None if config is None else config.cpu_bytes_to_use
     yield from examine_memory(wanted)
     yield from examine_limits(wanted)
-    yield examine_suite(Suite.named(DEFAULT_SUITE if config is None else config.suite))
+    suite = Suite.named(DEFAULT_SUITE if config is None else config.suite)
+    yield examine_suite(suite)
+    yield examine_opening(suite)
     if args.config is not None and config is None:
         todo = "correct the configuration, and run this again"
         yield unknown("state and stores", "the configuration does not say where they are", todo)

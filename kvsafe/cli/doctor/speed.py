@@ -7,9 +7,10 @@ import time
 from collections.abc import Mapping
 
 from kvsafe.cli.doctor.finding import Finding, ok, warn
+from kvsafe.seal.batch import LIBCRYPTO, native
 from kvsafe.seal.suites import Suite
 
-__all__ = ["examine_suite", "judge_suite"]
+__all__ = ["examine_opening", "examine_suite", "judge_suite"]
 
 _BODY_BYTES = 1 << 20
 _TRIES = 7
@@ -20,6 +21,17 @@ _MUCH = 2.0
 def examine_suite(suite: Suite) -> Finding:
     """Tag 1 MiB in every keyed suite; some twenty milliseconds in all."""
     return judge_suite(suite, {each: _gb_per_s(each) for each in Suite if each.keyed})
+
+
+def examine_opening(suite: Suite) -> Finding:
+    """Whether small rows that a disk brings are opened many in one call."""
+    name = "opening of rows"
+    if suite is not Suite.AES256_GMAC:
+        return ok(name, f"one by one, as with every suite but {Suite.AES256_GMAC.label}")
+    if native() is not None:
+        return ok(name, "small rows of kvsafe-fs are opened many in one call")
+    said = "small rows are opened one by one, more slowly: kvsafe's C object does not load"
+    return warn(name, said, f"install a C compiler and OpenSSL 3 ({LIBCRYPTO}), then kvsafe anew")
 
 
 def judge_suite(suite: Suite, speeds: Mapping[Suite, float]) -> Finding:
