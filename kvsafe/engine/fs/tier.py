@@ -9,9 +9,8 @@ a row that belongs to somebody else by then. Under vLLM's own spec `SealingFsTie
 """
 
 import queue
-import time
 from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -34,6 +33,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvsafe.engine.fs.objects import FsEvents, FsTally, FsTierObjects, fs_metric_definitions
 from kvsafe.engine.fs.options import TIER_TYPE, checked_options, deadline_s, store_setting
 from kvsafe.engine.journal import logger
+from kvsafe.engine.tiers.jobs import OpenJob, OpenJobs
 from kvsafe.tiers import (
     LOAD,
     LOOK,
@@ -48,7 +48,6 @@ from kvsafe.tiers import (
 )
 from kvsafe.tiers.buffers import ThreadBuffers
 
-_PAUSE_S = 0.001
 _AT_ONCE = 16
 _AT_ONCE_BYTES = 2 << 20
 _MANY = 8
@@ -71,19 +70,13 @@ class RowOpener(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Job:
-    """A transfer under way: keys, their object names and rows, what is open, what succeeded."""
+@dataclass(slots=True, kw_only=True)
+class Job(OpenJob):
+    """A transfer under way, with the object names and the rows of its keys."""
 
-    number: int
-    keys: list[OffloadKey]
     names: list[bytes]
     rows: list[int]
-    load: bool
     epoch: int
-    started: float
-    open: int
-    good: set[int] = field(default_factory=set)
 
 
 class KVSafeFsTier(SecondaryTierManager):
@@ -129,10 +122,9 @@ class KVSafeFsTier(SecondaryTierManager):
         others = (STORE,) if self._at_once >= _MANY else (STORE, LOAD)
         teams = [(LOAD, STORE) if place % 2 == 0 else others for place in range(threads)]
         self._pool = Pool([(LOOK,), *teams], self._deadline_s, threads, self.store.calls.clock)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: OpenJobs[Job] = OpenJobs(self._row_bytes)
         self.in_place: RowOpener | None = None
         """Opens rows between their read and their place in memory, in the thread that read."""
-        self._finished: list[JobResult] = []
         self._tally = FsTally(self.store, tier_type)
         logger.info(
             "kvsafe: tier %s: capacity %d bytes, sync %s, direct I/O %s, %d threads",
@@ -217,10 +209,8 @@ class KVSafeFsTier(SecondaryTierManager):
             rows=[int(row) for row in given.chunk_ids],
             load=lane == LOAD,
             epoch=self._epoch(),
-            started=time.monotonic(),
-            open=len(keys),
         )
-        self._jobs[given.job_id] = job
+        self._jobs.begin(job)
         if self.events is not None and not job.load:
             self.events.begin(job.names)
         if not keys:
@@ -303,42 +293,27 @@ class KVSafeFsTier(SecondaryTierManager):
                     self._note(job_id, place, outcome)
 
     def _note(self, job_id: int, place: int, outcome: Outcome) -> None:
-        job = self._jobs[job_id]
-        job.open -= 1
-        if outcome.good:
-            job.good.add(place)
-        elif outcome.answer is Answer.LATE:
+        job, last = self._jobs[job_id], self._jobs.note(job_id, place, outcome.good)
+        if outcome.answer is Answer.LATE:
             self.store.counts[outcome.answer.value] += 1
         if job.load and not outcome.good:
             # Else the same request would come for it again and again.
             self._desk.settle([job.names[place]], False)
         elif not job.load and outcome.good:
             self._desk.settle([job.names[place]], True)
-        if job.open == 0:
+        if last:
             self._end(job_id)
 
     def _end(self, job_id: int) -> None:
-        job = self._jobs.pop(job_id)
-        whole = len(job.good) == len(job.keys)
-        good = tuple(job.keys[place] for place in sorted(job.good))
+        job = self._jobs.end(job_id)
         if self.events is not None and not job.load:
             places = range(len(job.keys))
             self.events.end((job.names[at], job.keys[at], at in job.good) for at in places)
-        self._finished.append(
-            JobResult(
-                job_id=job_id,
-                success=whole,
-                successful_keys=good if job.load and good and not whole else None,
-                transfer_time=time.monotonic() - job.started,
-                transfer_bytes=len(good) * self._row_bytes or None,
-            )
-        )
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """What has ended since the last call."""
         self._collect()
-        finished, self._finished = self._finished, []
-        return finished
+        return self._jobs.ended()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What was stored, and what of it has gone, if the engine wants KV events."""
@@ -346,14 +321,11 @@ class KVSafeFsTier(SecondaryTierManager):
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping: deadlines are looked at in its steps."""
-        return bool(self._jobs)
+        return len(self._jobs) > 0
 
     def drain_jobs(self) -> None:
         """Wait until every job has ended: by its work or by its deadline."""
-        self._collect()
-        while self._jobs:
-            time.sleep(_PAUSE_S)
-            self._collect()
+        self._jobs.drain(self._collect)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note names as used; the marks on the disk are set in batches, in the background."""

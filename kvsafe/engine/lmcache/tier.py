@@ -9,7 +9,7 @@ never offered again to the request that met it, and written anew when that chunk
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -45,25 +45,20 @@ from kvsafe.engine.lmcache.objects import OwnKeys, PeerObjects
 from kvsafe.engine.lmcache.rows import UNATTESTED, Place, RowMover
 from kvsafe.engine.lmcache.tally import PeerTally, peer_metric_definitions
 from kvsafe.engine.rows.epochs import PRIVATE_EPOCH
+from kvsafe.engine.tiers.jobs import OpenJob, OpenJobs
 from kvsafe.engine.tiers.proving import ProofDesk
 from kvsafe.lmcache.hashes import hash_chain
 from kvsafe.seal.refusal import Refusal
 from kvsafe.tiers import LOAD, LOOK, STORE, Answer, LookupDesk, Outcome, Pool, Ticket
 
 TIER_TYPE = "kvsafe-lmcache"
-_PAUSE_S = 0.001
 
 
-@dataclass(slots=True)
-class _Job:
-    """A transfer under way: its keys, how many are open, which succeeded."""
+@dataclass(slots=True, kw_only=True)
+class _Job(OpenJob):
+    """A transfer under way, with the names of its keys at the server."""
 
-    keys: list[OffloadKey]
     names: list[ChunkNames | None]
-    load: bool
-    started: float
-    open: int
-    good: set[int] = field(default_factory=set)
 
 
 class KVSafeLmcacheTier(SecondaryTierManager):
@@ -110,8 +105,7 @@ class KVSafeLmcacheTier(SecondaryTierManager):
         self._pool = Pool(
             [(LOOK,), *teams], chosen.deadline_s, chosen.threads, time.monotonic, TIER_TYPE
         )
-        self._jobs: dict[int, _Job] = {}
-        self._finished: list[JobResult] = []
+        self._jobs: OpenJobs[_Job] = OpenJobs(self._row_bytes)
         self._proof: ProofDesk | None = None
         self.label = tier_type
         _announce(chosen, model_name(chosen, offloading_spec), note.rule, form.layout.dims)
@@ -179,7 +173,7 @@ class KVSafeLmcacheTier(SecondaryTierManager):
                 name if self._book.is_prompt(key, context) else None
                 for key, name in zip(keys, names, strict=True)
             ]
-        self._jobs[job.job_id] = _Job(keys, names, lane == LOAD, time.monotonic(), len(keys))
+        self._jobs.begin(_Job(number=job.job_id, keys=keys, load=lane == LOAD, names=names))
         epoch = self._proof.epochs.epoch if self._proof is not None else 0
         for at, (key, name, row) in enumerate(zip(keys, names, job.chunk_ids, strict=True)):
             if name is None:
@@ -194,7 +188,7 @@ class KVSafeLmcacheTier(SecondaryTierManager):
                 work = partial(self._store_one, int(row), name, again)
                 self._pool.submit(STORE, (job.job_id, at), work)
         if not keys:
-            self._end(job.job_id)
+            self._jobs.end(job.job_id)
 
     def _row(self, row: int) -> memoryview:
         return self._rows[row * self._row_bytes : (row + 1) * self._row_bytes]
@@ -218,15 +212,12 @@ class KVSafeLmcacheTier(SecondaryTierManager):
                 self._note(job_id, at, result)
 
     def _note(self, job_id: int, at: int, outcome: Outcome) -> None:
-        job = self._jobs[job_id]
+        job, last = self._jobs[job_id], self._jobs.note(job_id, at, outcome.good)
         names = job.names[at]
-        job.open -= 1
-        if outcome.good:
-            job.good.add(at)
         if names is not None:
             self._settle(job, job.keys[at], names, outcome)
-        if job.open == 0:
-            self._end(job_id)
+        if last:
+            self._jobs.end(job_id)
 
     def _settle(self, job: _Job, key: OffloadKey, names: ChunkNames, outcome: Outcome) -> None:
         """What one transfer says about later ones."""
@@ -253,36 +244,18 @@ class KVSafeLmcacheTier(SecondaryTierManager):
         desk.counters.refused(refusal, self.label)
         desk.journal.note(refusal, key or b"", self.label)
 
-    def _end(self, job_id: int) -> None:
-        job = self._jobs.pop(job_id)
-        whole = len(job.good) == len(job.keys)
-        good = tuple(job.keys[at] for at in sorted(job.good))
-        self._finished.append(
-            JobResult(
-                job_id=job_id,
-                success=whole,
-                successful_keys=good if job.load and good and not whole else None,
-                transfer_time=time.monotonic() - job.started,
-                transfer_bytes=len(good) * self._row_bytes or None,
-            )
-        )
-
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """What has ended since the last call."""
         self._collect()
-        finished, self._finished = self._finished, []
-        return finished
+        return self._jobs.ended()
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping: deadlines are looked at in its steps."""
-        return bool(self._jobs)
+        return len(self._jobs) > 0
 
     def drain_jobs(self) -> None:
         """Wait until every job has ended: by its work or by its deadline."""
-        self._collect()
-        while self._jobs:
-            time.sleep(_PAUSE_S)
-            self._collect()
+        self._jobs.drain(self._collect)
 
     def shutdown(self) -> None:
         """End threads and connections. A thread that is stuck in a call is left behind."""
