@@ -8,10 +8,10 @@ a command module offers (`add_arguments`, `run`), and is imported only when it i
 from __future__ import annotations
 
 import argparse
-import importlib
 from typing import Any
 
 from kvsafe.cli import UsageError
+from kvsafe.cli.checkout import load_from_checkout
 
 __all__ = ["SUITES", "add_arguments", "run"]
 
@@ -31,21 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """What the suite returns: 0 fine, 1 something failed."""
-    suite = _load(args.suite)
+    suite: Any = load_from_checkout(SUITES[args.suite])
     parser = argparse.ArgumentParser(prog=f"kvsafe conformance {args.suite}")
     suite.add_arguments(parser)
     try:
         return int(suite.run(parser.parse_args(args.rest)))
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _load(name: str) -> Any:
-    module = SUITES[name]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        hint = "run it from a checkout of kvsafe: the trials are not in the wheel"
-        if error.name is None or not error.name.startswith("conformance"):
-            hint = f"the suite needs {error.name}"
-        raise UsageError(f"module {error.name} is missing; {hint}") from error

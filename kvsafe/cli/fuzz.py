@@ -7,12 +7,9 @@ The targets are not part of an installation: they live beside it in the checkout
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
 from pathlib import Path
-from types import ModuleType
 
-from kvsafe.cli import UsageError
+from kvsafe.cli.checkout import load_from_checkout
 
 __all__ = ["add_arguments", "run"]
 
@@ -50,18 +47,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 nothing was found, 1 something was (or a canary was not), 2 used wrongly."""
-    code: int = _checkout().run(args)
+    code: int = load_from_checkout("fuzz.command").run(args)
     return code
-
-
-def _checkout() -> ModuleType:
-    """The command of the checkout that kvsafe runs from, or that this is started in."""
-    here = Path(__file__).resolve().parents[2]
-    for folder in (here, Path.cwd()):
-        if (folder / "fuzz" / "command.py").is_file() and (folder / "kvsafe").is_dir():
-            if str(folder) not in sys.path:
-                sys.path.insert(0, str(folder))
-            return importlib.import_module("fuzz.command")
-    raise UsageError(
-        "the targets are not part of an installation: run this in a checkout of kvsafe's source"
-    )

@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import kvsafe
 from kvsafe.cli.conformance import SUITES
 from kvsafe.cli.main import main
 
@@ -67,3 +72,40 @@ def test_a_server_that_is_not_there_and_a_client_without_words_are_misuse(
 def test_the_tempers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", "lmcache-client", "--wire", "resp", "--list"]) == 0
     assert "huge-bulk" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("conformance", "lmcache-client", "--wire", "resp", "--list"), "huge-bulk"),
+        (("fuzz", "list"), "rows"),
+    ],
+)
+def test_the_installed_command_finds_its_checkout(
+    words: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    """An installation knows `kvsafe` alone, and is started anywhere."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "kvsafe").symlink_to(Path(kvsafe.__file__).parent)
+    code = f"import sys; from kvsafe.cli.main import main; sys.exit(main({words!r}))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+
+
+def test_without_a_checkout_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvsafe.cli.checkout.__file__", str(tmp_path / "a" / "b" / "c.py"))
+    assert main(["conformance", "tier", "x:Y"]) == 2
+    assert main(["fuzz", "list"]) == 2
+    assert capsys.readouterr().err.count("in a checkout of kvsafe's source") == 2
