@@ -10,10 +10,14 @@ import cbor2
 
 from fuzz.canaries import Canary
 from fuzz.canaries.tools import Fault, both, fed, gone, instead
+from fuzz.chunks import engines
+from fuzz.targets.rows import quick
 from kvsafe.seal import cbor, identity, layer_names, opening, sealing
+from kvsafe.seal.batch import BatchOpener, native
 from kvsafe.seal.header import Header
 from kvsafe.seal.keyring import Keyring
 from kvsafe.seal.opening import Opener
+from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.seal.suites import Suite
 
 
@@ -56,6 +60,7 @@ _check_epoch = opening._check_epoch
 _check_key = opening._check_key
 _seal_record = sealing._check_record
 _compare = identity._compare
+_taken = BatchOpener.right
 
 
 def _prefix(header: Header, key: bytes) -> Any:
@@ -68,7 +73,25 @@ def _no_tail(self: Opener, row: memoryview, *rest: Any) -> tuple[Any, ...]:
     return self, memoryview(body.ljust(layout.row_bytes, b"\0")), *rest
 
 
+def _any_payload(self: BatchOpener, rows: Any, keys: Any, epoch: int) -> list[bool]:
+    """What is taken, and rows of which only the tag of a slice is wrong."""
+    engine = next(one for number, one in enumerate(engines()) if quick(number) is self)
+    answers = [engine.opener.open(row, key, epoch) for row, key in zip(rows, keys, strict=True)]
+    payloads = [
+        isinstance(answer, Refusal) and answer.kind is RefusalKind.PAYLOAD_TAG for answer in answers
+    ]
+    taken = _taken(self, rows, keys, epoch)
+    return [right or only for right, only in zip(taken, payloads, strict=True)]
+
+
+_BATCHES = (
+    Canary("slices unread in a batch", "rows", "the batch opener takes any payload", 4000,
+           instead(BatchOpener, "right", _any_payload)),
+) if native() else ()  # fmt: skip
+"""Only where rows are opened in batches: else there is nothing to be wrong."""
+
 CANARIES = (
+    *_BATCHES,
     Canary("magic unchecked", "rows", "another file is read as a chunk", 1000,
            fed(opening, "read_fixed", lambda row: (b"\x89kvsafe\n" + bytes(row[8:]),))),
     Canary("suite unchecked", "rows", "the reader takes the writer's word for the suite", 2000,

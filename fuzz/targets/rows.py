@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from conformance.reader.chunk_reader import judge
 from fuzz.chunks import (
     EPOCH,
@@ -17,6 +19,9 @@ from fuzz.chunks import (
 )
 from fuzz.target import ByteSource, Finding, Target, demand
 from kvsafe.seal import header, sealing
+from kvsafe.seal.batch import BatchOpener, batch_opener
+from kvsafe.seal.header import Header
+from kvsafe.seal.opening import Expectation
 from kvsafe.seal.refusal import Refusal
 
 _NAMES = tuple(FIXED)
@@ -29,9 +34,10 @@ HEADER, SLICES = 2, 6
 class Rows(Target):
     """`open()` over rows: opened are exactly the rows that were sealed, for who may have them.
 
-    Three oracles: what is opened equals what was sealed but for `sealed_at`, which decides
-    nothing; the independent reader of `conformance/` gives the same number; and a row that was
-    sealed for this question opens.
+    Four oracles: what is opened equals what was sealed but for `sealed_at`, which decides
+    nothing; the independent reader of `conformance/` gives the same number; a row that was
+    sealed for this question opens; and where rows are opened in batches, C says yes to exactly
+    those that are opened, cover all slots and have the active key.
     """
 
     name = "rows"
@@ -42,6 +48,7 @@ class Rows(Target):
         for number in range(len(engines())):
             for variant in range(VARIANTS):
                 sealed(number, variant)
+            quick(number)
 
     def once(self, data: bytes) -> None:
         source = ByteSource(data)
@@ -205,11 +212,44 @@ def _ask(
             "a row that nobody sealed was opened",
             "accepted",
         )
+    _ask_quickly(engine, row, key, epoch)
     if len(row) < 144:
         return
     own = (bytes(row[144 : 144 + row[76]]), int.from_bytes(row[24:32], "little"))
     if bytes(row) == start and (key, epoch) == own:
         _control(engine, row, number, wanted)
+
+
+@cache
+def quick(number: int) -> BatchOpener | None:
+    """The batch opener of `engines()[number]`; None where its rows are opened one by one."""
+    engine = engines()[number]
+    digest = engine.suite.digest(engine.document)
+    want = Expectation(
+        engine.suite, engine.keyring, engine.layout, engine.document, digest, engine.geometry
+    )
+    return batch_opener(want, len(KEY))
+
+
+def _ask_quickly(engine: Engine, row: bytearray, key: bytes, epoch: int) -> None:
+    """The batch opener takes a row exactly if it is opened, whole, and of the active key.
+
+    It is not told which slots are wanted.
+    """
+    opener = quick(engines().index(engine))
+    if opener is None:
+        return
+    view = memoryview(row)
+    (taken,) = opener.right([view], [key], epoch)
+    answer = engine.opener.open(view, key, epoch)
+    opened = isinstance(answer, Header)
+    demand(opened or not taken, "refused, and right to the batch opener", "accepted")
+    whole = (
+        isinstance(answer, Header)
+        and answer.fixed.key_id == engine.keyring.active.key_id
+        and answer.coverage == header.bitmap(engine.slots, range(engine.slots))
+    )
+    demand(taken == whole, f"{taken} to the batch opener: plainly sealed is {whole}")
 
 
 def _control(engine: Engine, row: bytearray, number: int, wanted: tuple[int, ...]) -> None:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from kvsafe.native import load_beside, sizes_of
 from kvsafe.seal.header import bitmap
-from kvsafe.seal.layout import FIXED, MAX_KEY_BYTES, RowLayout
-from kvsafe.seal.native import load_beside, sizes_of
+from kvsafe.seal.layout import FIXED, MAX_KEY_BYTES, LayoutError, RowLayout
 from kvsafe.seal.opening import Expectation, Opener
 from kvsafe.seal.refusal import Refusal
 from kvsafe.seal.sealing import HeaderSealer, SealSetting, SliceSealer, slice_context
@@ -175,7 +175,10 @@ def batch_opener(want: Expectation, key_bytes: int) -> BatchOpener | None:
     found = native()
     if found is None:
         return None
-    made = BatchOpener(found, want, key_bytes)
+    try:
+        made = BatchOpener(found, want, key_bytes)
+    except LayoutError:  # an engine that could not seal a row with such keys either
+        return None
     return made if _knows_right_from_wrong(made, want, key_bytes) else None
 
 

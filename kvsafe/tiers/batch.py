@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvsafe.seal.native import load_beside, sizes_of
+from kvsafe.native import load_beside, sizes_of
 from kvsafe.tiers.calls import OPEN_FLAGS
 from kvsafe.tiers.outcome import FileId
 

@@ -11,6 +11,8 @@ import pytest
 from tests.tidy.tree import Source, at_import_time, imports, sources
 
 STATIONS = ("seal", "device", "host", "tiers", "lifecycle")
+SHARED = "native"
+"""How stations load what was built beside them. Knows nothing of kvsafe itself."""
 TORCH_FOLDERS = ("device", "engine")
 LAZY_FOLDERS = ("cli", "lmcache")
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "vllm")
@@ -29,7 +31,9 @@ def breaches(source: Source) -> Iterator[str]:
         if top == "torch" and folder not in (*TORCH_FOLDERS, *LAZY_FOLDERS):
             yield f"{source.place} imports {name}: torch belongs to device and engine"
         station = rest[0] if top == "kvsafe" and rest else ""
-        if folder in STATIONS and station not in ("", "__version__", folder):
+        if source.place == f"kvsafe/{SHARED}.py" and top == "kvsafe":
+            yield f"{source.place} imports {name}: what stations share knows none of them"
+        if folder in STATIONS and station not in ("", "__version__", SHARED, folder):
             yield f"{source.place} imports {name}: stations import nothing of kvsafe but themselves"
 
 
@@ -56,6 +60,7 @@ def test_each_folder_imports_only_what_it_may(source: Source) -> None:
         ("kvsafe/host/rows.py", "from .. import seal"),
         ("kvsafe/lifecycle/monitor.py", "import kvsafe.engine.manager"),
         ("kvsafe/seal/opening.py", "import kvsafe.cli.main"),
+        ("kvsafe/native.py", "from kvsafe.seal import header"),
     ],
 )
 def test_a_breach_is_seen(place: str, text: str) -> None:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvsafe.seal.native import SUFFIXES
+from kvsafe.native import SUFFIXES
 from kvsafe.tiers import Answer, ChunkStore, batch, folders
 from kvsafe.tiers.batch import Batch, Rule
 from kvsafe.tiers.calls import QuickOs

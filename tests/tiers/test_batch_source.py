@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 import kvsafe.tiers
-from kvsafe.seal.native import SUFFIXES
+from kvsafe.native import SUFFIXES
 from kvsafe.tiers import batch
 from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule
 from kvsafe.tiers.buffers import ThreadBuffers

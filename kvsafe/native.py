@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared objects that are built beside our modules where there is a C compiler.
 
-They are plain C behind `ctypes`, without Python in them, and whoever uses one can do without.
+Shared by the folders that have one; knows none of them. They are plain C behind `ctypes`, without
+Python in them, and whoever uses one can do without.
 """
 
 import ctypes
