@@ -17,10 +17,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvsafe.device import ExpectedGroup, GeometryExpectation
 from kvsafe.engine.assembly import AssemblyError
+from kvsafe.engine.counters import BYTES_VERIFIED, OPENED, Counters
 from kvsafe.engine.fs.second_door import SealingFsTier
 from kvsafe.engine.identity.found_config import ConfigNotFound, engine_configs
 from kvsafe.engine.identity.planned_geometry import GeometryUnknown, planned_geometry
-from kvsafe.engine.tiers.self_sealing import refuse_unsealable
+from kvsafe.engine.tiers.self_sealing import TierSeal, refuse_unsealable
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 WINDOW = SlidingWindowSpec(
@@ -62,6 +63,27 @@ def test_it_does_not_start_where_nobody_says_which_engine_it_is(tmp_path: Path) 
     with pytest.raises(ConfigNotFound):
         SealingFsTier(spec, memory, "SealingFsTier", root_dir=str(tmp_path), capacity_bytes=1 << 20)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_of_a_batch_leaves_each_file_to_be_opened_by_itself() -> None:
+    seal: Any = TierSeal.__new__(TierSeal)
+    seal.counters, seal.layout = Counters("aes256-gmac", ()), SimpleNamespace(payload_bytes=9)
+    answers: list[Any] = [RuntimeError("ours"), [True, False]]
+
+    def right(*_: object) -> list[bool]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return list(answer)
+
+    asked = ([memoryview(b"a"), memoryview(b"b")], [b"k", b"l"], 1, "tier")
+    seal._batch = SimpleNamespace(right=right)
+    assert seal.right(*asked) == [False, False]
+    assert seal.counters.totals[OPENED] == 0
+    assert seal.right(*asked) == [True, False]
+    assert (seal.counters.totals[OPENED], seal.counters.totals[BYTES_VERIFIED]) == (1, 9)
+    seal._batch = None
+    assert seal.right(*asked) == [False, False]
 
 
 @dataclass

@@ -2,11 +2,11 @@
 """Rows of our own disk tier, opened in the thread that has just read them.
 
 A row that was read a moment ago is still in the processor's cache, and handing it to another
-thread costs as much as opening a small one. So `kvsafe-fs` has each row opened where it was read,
-in the thread's own buffer, by the code that opens every promotion, then copies it into its place,
-and says so. Only its own class is asked to: of any other tier nobody knows what it does to a row
-after it has said so, and its rows are opened when its job has ended. What was not accepted here is
-opened then as well.
+thread costs as much as opening a small one. So `kvsafe-fs` has rows opened where they were read,
+in the thread's own buffers, all of a batch together (`Openings`), then copies them into their
+places, and says so. Only its own class is asked to: of any other tier nobody knows what it does to
+a row after it has said so, and its rows are opened when its job has ended. What was not accepted
+here is opened then as well.
 """
 
 from collections.abc import Mapping
