@@ -50,8 +50,6 @@ from kvsafe.tiers.buffers import ThreadBuffers
 
 _AT_ONCE = 16
 _AT_ONCE_BYTES = 2 << 20
-_MANY = 8
-"""Where a thread has so many reads under way half of them are enough, and more are slower."""
 _LOOKUPS = 2048
 _LOOK_S = 0.02
 
@@ -118,9 +116,9 @@ class KVSafeFsTier(SecondaryTierManager):
         self._answers_due = False
         self._clock = self.store.calls.clock
         threads = int(chosen.get("threads", 16))
-        # Half prefers loads, half stores; lookups have a thread that never transfers.
-        others = (STORE,) if self._at_once >= _MANY else (STORE, LOAD)
-        teams = [(LOAD, STORE) if place % 2 == 0 else others for place in range(threads)]
+        # Each of those that load has many reads or large ones under way: with all of them it is
+        # slower. Lookups have a thread that never transfers.
+        teams = [(LOAD, STORE) if place % 2 == 0 else (STORE,) for place in range(threads)]
         self._pool = Pool([(LOOK,), *teams], self._deadline_s, threads, self.store.calls.clock)
         self._jobs: OpenJobs[Job] = OpenJobs(self._row_bytes)
         self.in_place: RowOpener | None = None
