@@ -20,8 +20,11 @@ from kvsafe.tiers.ledger import Account, Ledger, Limits, free_bytes, whole_pages
 from kvsafe.tiers.outcome import GONE
 
 CANDIDATES = 16384
-_GRANT_BYTES = 32 << 20
-_GRANT_ROWS = 128
+_GRANT_BYTES = 64 << 20
+_GRANT_ROWS = 512
+"""At most so much is asked for at once: sixteen threads want sixteen rows each."""
+_SOON_S = 0.05
+"""Far longer than to ask takes."""
 _ATTEMPTS = 4
 _WAIT_S = 5.0
 _LATER_NS = 1_000_000
@@ -93,17 +96,18 @@ class Room:
         return False
 
     def take_now(self, amount: int, count: int) -> int:
-        """How many times `amount`, at most `count`, could be reserved without waiting.
+        """How many times `amount`, at most `count`, could be reserved, nearly without waiting.
 
-        Neither for other threads of this process nor for a count. Never raises `OSError`.
+        Not for a count, and for another thread of this process only with nothing in hand: it is
+        asking for the next grant then. Never raises `OSError`.
         """
         taken = self._take_unspent_some(amount, count)
-        while taken < count and self._take_one_now(amount):
+        while taken < count and self._take_one_now(amount, 0.0 if taken else _SOON_S):
             taken += 1 + self._take_unspent_some(amount, count - taken - 1)
         return taken
 
-    def _take_one_now(self, amount: int) -> bool:
-        if not self._asking.acquire(blocking=False):
+    def _take_one_now(self, amount: int, within_s: float) -> bool:
+        if not self._asking.acquire(timeout=within_s):
             return False
         try:
             if self._take_unspent(amount):

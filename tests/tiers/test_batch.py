@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,11 @@ import pytest
 
 from kvsafe.native import SUFFIXES
 from kvsafe.tiers import Answer, ChunkStore, batch, folders
+from kvsafe.tiers import room as room_module
 from kvsafe.tiers.batch import Batch, Rule
 from kvsafe.tiers.calls import QuickOs
 from kvsafe.tiers.ledger import Ledger, LedgerBusy
+from kvsafe.tiers.room import Room
 from tests.tiers.faults import FaultyOs
 from tests.tiers.stores import (
     MEMORY,
@@ -263,6 +266,56 @@ def test_nobody_waits_for_room_with_room_in_his_hands(tmp_path: Path) -> None:
         assert answers[Answer.DONE] > 150
         assert set(answers) <= {Answer.DONE, Answer.NO_ROOM}
         assert store.room._in_flight == 0 and store.charged <= 16 * ROW
+
+
+def test_whoever_has_no_room_waits_for_who_is_asking(tmp_path: Path) -> None:
+    """Else whole batches go one by one, since sixteen threads run out of a grant together."""
+    with store_at(tmp_path / "s") as store, ThreadPoolExecutor(2) as pool:
+        room, asking, go = store.room, threading.Event(), threading.Event()
+        ask = Room._ask
+
+        def slow(self: Room, amount: int) -> bool:
+            asking.set()
+            assert go.wait(60)
+            return ask(self, amount)
+
+        with patch.object(Room, "_ask", slow), patch.object(room_module, "_SOON_S", 60.0):
+            first = pool.submit(room.take_now, ROW, 3)
+            assert asking.wait(60)
+            second = pool.submit(room.take_now, ROW, 3)
+            go.set()
+            assert (first.result(60), second.result(60)) == (3, 3)
+        room.give_back(6 * ROW)
+
+
+def test_whoever_has_some_room_waits_for_nobody(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        room = store.room
+        assert room.take_now(ROW, 1) == 1
+        room._unspent = 2 * ROW
+        with room._asking, patch.object(room_module, "_SOON_S", 60.0):
+            assert room.take_now(ROW, 3) == 2
+        with room._asking, patch.object(room_module, "_SOON_S", 0.01):
+            assert room.take_now(ROW, 3) == 0
+        assert room.take_now(ROW, 3) == 3
+        room.give_back(6 * ROW)
+
+
+def test_no_row_goes_by_itself_because_others_take_room(tmp_path: Path) -> None:
+    names = [name_of(number) for number in range(1024)]
+    rows = [memoryview(bytearray(row_of(number))) for number in range(16)]
+    with store_at(tmp_path / "s", capacity_bytes=1 << 30) as store, ThreadPoolExecutor(8) as pool:
+        store.room.grant_bytes = 32 * ROW
+        with (
+            patch.object(room_module, "_SOON_S", 60.0),
+            patch.object(store, "put", side_effect=store.put) as alone,
+        ):
+            jobs = [
+                pool.submit(store.put_all, names[at : at + 16], rows) for at in range(0, 1024, 16)
+            ]
+            assert all(outcome.good for job in jobs for outcome in job.result(60))
+        # A batch whose grant ends in its middle gives up the rest while another asks.
+        assert alone.call_count < 512
 
 
 def test_an_account_that_cannot_be_had_costs_its_rows_and_no_more(tmp_path: Path) -> None:

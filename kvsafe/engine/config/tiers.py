@@ -124,7 +124,10 @@ KVSAFE_FS_TIER: Final[Mapping[str, Option]] = {
         one_of("none", "data", "full"), default="`none`",
     ),
     "threads": Option(
-        "integer", "Threads that write; every other one reads as well.", int_between(1, MAX_THREADS), default="`16`"
+        "integer",
+        "Threads that write; every other one reads as well.",
+        int_between(1, MAX_THREADS),
+        default="`16`",
     ),
     "direct_io": Option(
         "text", "`auto` bypasses the page cache where it can, `on` insists, `off` does not.",
