@@ -108,7 +108,7 @@ class PlainCourse:
                     new.append(file)
             making = _Making(self._batch, storing, new)
             try:
-                making.begin()
+                making.begin(max(0.0, min(_SOON_S, self._batch_s / 4)))
                 if more():
                     how = self._direct, self._sync, self._rule()
                     making.write([rows[file.at] for file in making.begun], how)
@@ -175,6 +175,8 @@ class PlainCourse:
 
 
 _GIVEN_UP = Outcome(Answer.LATE)
+_SOON_S = 0.05
+"""Far longer than another thread takes to ask for room."""
 _NEW_FOLDERS = 64
 """So many folders, each maybe a read from the disk, are opened before names are looked for."""
 _THERE = {PLAIN: True, ABSENT: False, ASIDE: None}
@@ -194,8 +196,8 @@ class _File:
 class _Making:
     """New files on their way: begun (room taken), written, published; or undone.
 
-    Room is taken without waiting and only as far as there is some: whoever waits for room with
-    room in his hands waits for others who do the same.
+    Room is taken only as far as there is some: whoever waits for room with room in his hands
+    waits for others who do the same.
     """
 
     def __init__(self, batch: Batch, storing: Storing, new: Sequence[_File]) -> None:
@@ -206,9 +208,9 @@ class _Making:
         self._written: list[_File] = []
         self.published: list[_File] = []
 
-    def begin(self) -> None:
+    def begin(self, within_s: float) -> None:
         """Take room and a temporary name for each, as far as it goes."""
-        self.begun = list(self._new[: self._storing.begin_now(len(self._new))])
+        self.begun = list(self._new[: self._storing.begin_now(len(self._new), within_s)])
         for file in self.begun:
             file.temporary = self._storing.temporary()
 

@@ -233,10 +233,21 @@ class Pool:
                 self._stuck.remove(worker)
             self.counts.returned += 1
             self.counts.stuck = len(self._stuck)
-            if worker.replaced or self._stop:
+            if self._stop or (worker.replaced and not self._stands_in(worker)):
                 return False
             self._workers.append(worker)
             return True
+
+    def _stands_in(self, worker: _Worker) -> bool:
+        """Whether a thread whose own place is taken gets that of one who is stuck unreplaced.
+
+        Else nobody might serve a lane any more whose last threads were stuck beyond the limit.
+        """
+        left = next((one for one in self._stuck if not one.replaced), None)
+        if left is None:
+            return False
+        left.replaced, worker.replaced, worker.lanes = True, False, left.lanes
+        return True
 
     def stop(self, timeout_s: float) -> bool:
         """End the threads; queued work is answered late. False if a call is still stuck."""

@@ -20,11 +20,9 @@ from kvsafe.tiers.ledger import Account, Ledger, Limits, free_bytes, whole_pages
 from kvsafe.tiers.outcome import GONE
 
 CANDIDATES = 16384
-_GRANT_BYTES = 64 << 20
-_GRANT_ROWS = 512
-"""At most so much is asked for at once: sixteen threads want sixteen rows each."""
-_SOON_S = 0.05
-"""Far longer than to ask takes."""
+_GRANT_BYTES = 32 << 20
+_GRANT_ROWS = 128
+"""At most so much is asked for, and evicted, at once."""
 _ATTEMPTS = 4
 _WAIT_S = 5.0
 _LATER_NS = 1_000_000
@@ -95,15 +93,20 @@ class Room:
                 self._asking.release()
         return False
 
-    def take_now(self, amount: int, count: int) -> int:
+    def take_now(self, amount: int, count: int, within_s: float) -> int:
         """How many times `amount`, at most `count`, could be reserved, nearly without waiting.
 
-        Not for a count, and for another thread of this process only with nothing in hand: it is
-        asking for the next grant then. Never raises `OSError`.
+        Not for a count, and for another thread of this process only with nothing in hand, for
+        `within_s`: it is asking for the next grant then. Never raises `OSError`.
         """
         taken = self._take_unspent_some(amount, count)
-        while taken < count and self._take_one_now(amount, 0.0 if taken else _SOON_S):
-            taken += 1 + self._take_unspent_some(amount, count - taken - 1)
+        try:
+            while taken < count and self._take_one_now(amount, 0.0 if taken else within_s):
+                taken += 1
+                taken += self._take_unspent_some(amount, count - taken)
+        except BaseException:
+            self.give_back(taken * amount)
+            raise
         return taken
 
     def _take_one_now(self, amount: int, within_s: float) -> bool:

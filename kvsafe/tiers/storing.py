@@ -37,12 +37,9 @@ class Storing:
         """Take the room of one row, waiting for it. None if there is some; raises `OSError`."""
         return None if self._room.take(self._charge) else Outcome(Answer.NO_ROOM, _NO_ROOM)
 
-    def begin_now(self, rows: int) -> int:
-        """Take the room of rows as far as there is some without waiting; of how many.
-
-        Never raises `OSError`.
-        """
-        return self._room.take_now(self._charge, rows)
+    def begin_now(self, rows: int, within_s: float) -> int:
+        """Take the room of rows as far as there is some; of how many. See `Room.take_now`."""
+        return self._room.take_now(self._charge, rows, within_s)
 
     def temporary(self) -> str:
         """A new name to write under."""

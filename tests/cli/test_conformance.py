@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -101,6 +102,37 @@ def test_the_installed_command_finds_its_checkout(
     assert said in done.stdout
 
 
+def _checkout(folder: Path, said: str) -> None:
+    """A folder that looks like a checkout, whose fuzz command says something."""
+    for name in ("kvsafe/cli", "fuzz"):
+        (folder / name).mkdir(parents=True)
+    (folder / "kvsafe" / "cli" / "checkout.py").touch()
+    (folder / "fuzz" / "command.py").write_text(
+        f"def run(args):\n    print({said!r})\n    return 0\n"
+    )
+
+
+@pytest.mark.parametrize(("mode", "code"), [(0o755, 0), (0o775, 2), (0o777, 2)])
+def test_a_checkout_where_others_write_is_not_run(mode: int, code: int, tmp_path: Path) -> None:
+    folder = tmp_path / "checkout"
+    _checkout(folder, "found")
+    folder.chmod(mode)
+    (tmp_path / "site").mkdir()
+    shutil.copytree(Path(kvsafe.__file__).parent, tmp_path / "site" / "kvsafe")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import sys; from kvsafe.cli.main import main; "
+         "sys.exit(main(['fuzz', 'list']))"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert ("found" in done.stdout) is (code == 0)
+
+
 def test_without_a_checkout_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,4 +140,4 @@ def test_without_a_checkout_it_is_said(
     monkeypatch.setattr("kvsafe.cli.checkout.__file__", str(tmp_path / "a" / "b" / "c.py"))
     assert main(["conformance", "tier", "x:Y"]) == 2
     assert main(["fuzz", "list"]) == 2
-    assert capsys.readouterr().err.count("in a checkout of kvsafe's source") == 2
+    assert capsys.readouterr().err.count("in a checkout of kvsafe's ") == 2

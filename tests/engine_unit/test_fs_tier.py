@@ -395,6 +395,22 @@ def test_a_chunk_that_goes_before_its_store_is_reported_is_never_told(tmp_path: 
         world.tier.shutdown()
 
 
+def test_a_stray_file_that_is_evicted_is_no_event(tmp_path: Path) -> None:
+    world = World(tmp_path / "s", events=True)
+    try:
+        assert world.store(1).success
+        folder = path_of(world.tier.store, 1).parent
+        stray = folder / "notes.txt"
+        stray.write_bytes(bytes(ROW))
+        assert world.tier.store.room.remove(folder.name, stray.name)
+        assert world.store(2).success
+        [first, second] = world.tier.take_events()
+        assert [bytes(key) for key in (*first.keys, *second.keys)] == [name_of(1), name_of(2)]
+        assert not first.removed and not second.removed
+    finally:
+        world.tier.shutdown()
+
+
 def test_without_events_none_are_kept(world: World) -> None:
     world.store(1)
     assert list(world.tier.take_events()) == []

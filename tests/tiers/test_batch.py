@@ -17,8 +17,7 @@ from unittest.mock import patch
 import pytest
 
 from kvsafe.native import SUFFIXES
-from kvsafe.tiers import Answer, ChunkStore, batch, folders
-from kvsafe.tiers import room as room_module
+from kvsafe.tiers import Answer, ChunkStore, batch, course, folders
 from kvsafe.tiers.batch import Batch, Rule
 from kvsafe.tiers.calls import QuickOs
 from kvsafe.tiers.ledger import Ledger, LedgerBusy
@@ -279,10 +278,10 @@ def test_whoever_has_no_room_waits_for_who_is_asking(tmp_path: Path) -> None:
             assert go.wait(60)
             return ask(self, amount)
 
-        with patch.object(Room, "_ask", slow), patch.object(room_module, "_SOON_S", 60.0):
-            first = pool.submit(room.take_now, ROW, 3)
+        with patch.object(Room, "_ask", slow):
+            first = pool.submit(room.take_now, ROW, 3, 60.0)
             assert asking.wait(60)
-            second = pool.submit(room.take_now, ROW, 3)
+            second = pool.submit(room.take_now, ROW, 3, 60.0)
             go.set()
             assert (first.result(60), second.result(60)) == (3, 3)
         room.give_back(6 * ROW)
@@ -291,14 +290,23 @@ def test_whoever_has_no_room_waits_for_who_is_asking(tmp_path: Path) -> None:
 def test_whoever_has_some_room_waits_for_nobody(tmp_path: Path) -> None:
     with store_at(tmp_path / "s") as store:
         room = store.room
-        assert room.take_now(ROW, 1) == 1
+        assert room.take_now(ROW, 1, 60.0) == 1
         room._unspent = 2 * ROW
-        with room._asking, patch.object(room_module, "_SOON_S", 60.0):
-            assert room.take_now(ROW, 3) == 2
-        with room._asking, patch.object(room_module, "_SOON_S", 0.01):
-            assert room.take_now(ROW, 3) == 0
-        assert room.take_now(ROW, 3) == 3
+        with room._asking:
+            assert room.take_now(ROW, 3, 60.0) == 2
+            assert room.take_now(ROW, 3, 0.01) == 0
+        assert room.take_now(ROW, 3, 60.0) == 3
         room.give_back(6 * ROW)
+
+
+def test_a_fault_while_asking_gives_back_what_is_in_hand(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        assert store.room.take_now(ROW, 1, 0.0) == 1
+        store.room._unspent = 2 * ROW
+        with patch.object(Room, "_ask", side_effect=MemoryError), pytest.raises(MemoryError):
+            store.room.take_now(ROW, 3, 0.0)
+        assert (store.room._in_flight, store.room._unspent) == (ROW, 2 * ROW)
+        store.room.give_back(ROW)
 
 
 def test_no_row_goes_by_itself_because_others_take_room(tmp_path: Path) -> None:
@@ -307,7 +315,7 @@ def test_no_row_goes_by_itself_because_others_take_room(tmp_path: Path) -> None:
     with store_at(tmp_path / "s", capacity_bytes=1 << 30) as store, ThreadPoolExecutor(8) as pool:
         store.room.grant_bytes = 32 * ROW
         with (
-            patch.object(room_module, "_SOON_S", 60.0),
+            patch.object(course, "_SOON_S", 60.0),
             patch.object(store, "put", side_effect=store.put) as alone,
         ):
             jobs = [

@@ -124,6 +124,31 @@ def test_all_stuck_beyond_the_limit_answers_late_from_the_queue(clock: Clock) ->
     assert pool.stop(10.0)
 
 
+def test_a_lane_whose_threads_were_stuck_beyond_the_limit_is_served_again(clock: Clock) -> None:
+    """Who returns takes the place of one who is stuck and had no room for a replacement."""
+    pool = Pool([(LOOK,), (LOAD, STORE), (STORE,)], DEADLINE_S, 2, clock)
+    stalls = [Stall() for _ in range(3)]
+    for number, stall in enumerate(stalls):
+        pool.submit(LOAD, number, partial(_wait, stall))
+        assert stall.entered.wait(60)
+        clock.time += DEADLINE_S + 1
+        assert late(wait_for(pool, 1)[number])
+    assert (pool.counts.stuck, len(pool._workers)) == (3, 2)
+    stalls[0].let_go.set()
+    pool.submit(LOAD, "next", partial(_squared, 3))
+    assert wait_for(pool, 1) == {"next": 9}
+    assert (pool.counts.stuck, len(pool._workers)) == (2, 3)
+    # All places are taken now: who is not needed goes.
+    for stall in stalls[1:]:
+        stall.let_go.set()
+    for _ in range(1000):
+        if pool.counts.returned == 3:
+            break
+        threading.Event().wait(0.005)
+    assert (pool.counts.stuck, len(pool._workers)) == (0, 3)
+    assert pool.stop(60.0)
+
+
 def test_claimed_work_is_waited_for(pool: Pool, clock: Clock) -> None:
     stall = Stall()
 

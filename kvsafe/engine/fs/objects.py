@@ -98,7 +98,7 @@ class FsEvents:
     def _remove_gone(self) -> None:
         keys = []
         for _ in range(self._gone.qsize()):
-            name = bytes.fromhex(self._gone.get().removesuffix(SUFFIX))
+            name = _object_name(self._gone.get())
             if name in self._told:
                 keys.append(self._told.pop(name))
             elif name in self._on_their_way:
@@ -110,6 +110,14 @@ class FsEvents:
             self._events.append(
                 OffloadingEvent(keys, Medium.STORAGE, removed, locality=self._locality)
             )
+
+
+def _object_name(file: str) -> bytes:
+    """The object name of a chunk file; none for a stray file, which is evicted like any other."""
+    try:
+        return bytes.fromhex(file.removesuffix(SUFFIX))
+    except ValueError:
+        return b""
 
 
 def fs_metric_definitions() -> dict[str, OffloadingMetricMetadata]:

@@ -50,6 +50,7 @@ from kvsafe.tiers.buffers import ThreadBuffers
 
 _AT_ONCE = 16
 _AT_ONCE_BYTES = 2 << 20
+_ENOUGH = 4
 _LOOKUPS = 2048
 _LOOK_S = 0.02
 
@@ -119,6 +120,8 @@ class KVSafeFsTier(SecondaryTierManager):
         # Each of those that load has many reads or large ones under way: with all of them it is
         # slower. Lookups have a thread that never transfers.
         teams = [(LOAD, STORE) if place % 2 == 0 else (STORE,) for place in range(threads)]
+        if threads >= _ENOUGH:  # stores may be slow for many deadlines: one thread waits for none
+            teams[0] = (LOAD,)
         self._pool = Pool([(LOOK,), *teams], self._deadline_s, threads, self.store.calls.clock)
         self._jobs: OpenJobs[Job] = OpenJobs(self._row_bytes)
         self.in_place: RowOpener | None = None
