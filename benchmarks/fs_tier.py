@@ -130,7 +130,6 @@ def _sides(root: Path, rows: memoryview, row_bytes: int, sync: str) -> tuple[Sid
         root_dir=str(root / "ours"),
         capacity_bytes=64 << 30,
         sync=sync,
-        threads=16,
     )
     _make_folders(ours.store)
     spec = SimpleNamespace(

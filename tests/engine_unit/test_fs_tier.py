@@ -24,10 +24,10 @@ from kvsafe.engine.config import parse_config
 from kvsafe.engine.config.problems import ConfigError
 from kvsafe.engine.fs import tier
 from kvsafe.engine.fs.objects import CHARGED, OPERATIONS, STUCK, FsTierObjects
-from kvsafe.engine.fs.tier import KVSafeFsTier
+from kvsafe.engine.fs.tier import KVSafeFsTier, _teams
 from kvsafe.engine.plugin import register
 from kvsafe.seal.refusal import Refusal, RefusalKind
-from kvsafe.tiers import Os
+from kvsafe.tiers import LOAD, STORE, Os
 from tests.tiers.faults import FaultyOs, Stall, failing, stalled
 from tests.tiers.stores import ROW, name_of, path_of, quarantined, row_of
 
@@ -502,3 +502,13 @@ def test_a_tier_without_capacity_or_with_a_typo_is_refused() -> None:
         _parsed(capacity_bytes=1, capacity_byte=1)
     with pytest.raises(ConfigError, match="module_path"):
         _parsed(capacity_bytes=1, module_path="kvsafe.engine.fs.tier")
+
+
+@pytest.mark.parametrize(
+    ("threads", "loading"), [(1, 1), (2, 1), (3, 2), (4, 2), (15, 8), (16, 8), (32, 8), (64, 16)]
+)
+def test_so_many_threads_load_and_all_but_one_store(threads: int, loading: int) -> None:
+    teams = _teams(threads)
+    assert len(teams) == threads
+    assert sum(LOAD in team for team in teams) == loading
+    assert sum(STORE in team for team in teams) == threads - (threads > 3)

@@ -125,9 +125,9 @@ KVSAFE_FS_TIER: Final[Mapping[str, Option]] = {
     ),
     "threads": Option(
         "integer",
-        "Threads that write; every other one reads as well.",
+        "Threads that write; of up to 16 every other one reads as well, of more 8 or a fourth.",
         int_between(1, MAX_THREADS),
-        default="`16`",
+        default="`32`",
     ),
     "direct_io": Option(
         "text", "`auto` bypasses the page cache where it can, `on` insists, `off` does not.",

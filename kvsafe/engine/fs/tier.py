@@ -51,6 +51,7 @@ from kvsafe.tiers.buffers import ThreadBuffers
 _AT_ONCE = 16
 _AT_ONCE_BYTES = 2 << 20
 _ENOUGH = 4
+_LOADING = 8
 _LOOKUPS = 2048
 _LOOK_S = 0.02
 
@@ -67,6 +68,19 @@ class RowOpener(Protocol):
     def filled(self, job: int, places: list[int]) -> None:
         """Those bytes are in the rows now. Places are the ones that were right."""
         ...
+
+
+def _teams(threads: int) -> list[tuple[int, ...]]:
+    """What each thread does. Lookups have one of their own, which never transfers.
+
+    A thread that stores has one write under way; one that loads has many reads, or large ones, and
+    with more than a few of those it is slower.
+    """
+    loading = max(min(-(-threads // 2), _LOADING), threads // 4)
+    teams: list[tuple[int, ...]] = [(LOAD, STORE)] * loading
+    if threads >= _ENOUGH:  # stores may be slow for many deadlines: one thread waits for none
+        teams[0] = (LOAD,)
+    return [*teams, *[(STORE,)] * (threads - loading)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,12 +130,8 @@ class KVSafeFsTier(SecondaryTierManager):
         self._seen: queue.SimpleQueue[tuple[list[bytes], list[bool]]] = queue.SimpleQueue()
         self._answers_due = False
         self._clock = self.store.calls.clock
-        threads = int(chosen.get("threads", 16))
-        # Each of those that load has many reads or large ones under way: with all of them it is
-        # slower. Lookups have a thread that never transfers.
-        teams = [(LOAD, STORE) if place % 2 == 0 else (STORE,) for place in range(threads)]
-        if threads >= _ENOUGH:  # stores may be slow for many deadlines: one thread waits for none
-            teams[0] = (LOAD,)
+        threads = int(chosen.get("threads", 32))
+        teams = _teams(threads)
         self._pool = Pool([(LOOK,), *teams], self._deadline_s, threads, self.store.calls.clock)
         self._jobs: OpenJobs[Job] = OpenJobs(self._row_bytes)
         self.in_place: RowOpener | None = None
