@@ -75,6 +75,20 @@ def test_the_tempers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "huge-bulk" in capsys.readouterr().out
 
 
+def _started(words: tuple[str, ...], folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, started in a folder, with the kvsafe of `site`."""
+    code = f"import sys; from kvsafe.cli.main import main; sys.exit(main({words!r}))"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -88,16 +102,7 @@ def test_the_installed_command_finds_its_checkout(
     """An installation knows `kvsafe` alone, and is started anywhere."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "kvsafe").symlink_to(Path(kvsafe.__file__).parent)
-    code = f"import sys; from kvsafe.cli.main import main; sys.exit(main({words!r}))"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = _started(words, tmp_path, tmp_path / "site")
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
 
@@ -119,16 +124,7 @@ def test_a_checkout_where_others_write_is_not_run(mode: int, code: int, tmp_path
     folder.chmod(mode)
     (tmp_path / "site").mkdir()
     shutil.copytree(Path(kvsafe.__file__).parent, tmp_path / "site" / "kvsafe")
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "import sys; from kvsafe.cli.main import main; "
-         "sys.exit(main(['fuzz', 'list']))"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )  # fmt: skip
+    done = _started(("fuzz", "list"), folder, tmp_path / "site")
     assert done.returncode == code, done.stderr
     assert ("found" in done.stdout) is (code == 0)
 

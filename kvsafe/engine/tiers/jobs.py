@@ -2,7 +2,7 @@
 """Transfers of a tier of ours that are under way: what is open of each, and what vLLM is told."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -40,9 +40,6 @@ class OpenJobs(Generic[Job]):
 
     def __len__(self) -> int:
         return len(self._jobs)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._jobs)
 
     def __getitem__(self, number: int) -> Job:
         return self._jobs[number]
