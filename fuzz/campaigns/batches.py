@@ -315,8 +315,7 @@ def _run_killed(fault: Fault, root: Path, found: Findings) -> bool:
     if not killed and status != 0:
         raise RuntimeError(f"a writer failed by itself ({fault.label}): status {status}")
     known = Known(_begun(), fault.operation.kept, capacity=CAPACITY, label=fault.label)
-    # A batch is written whole before any of it is published.
-    before_reopening(root, known, found, dead_writers=len(MANY))
+    before_reopening(root, known, found, dead_writers=1)
     reopen(root, known, found)
     shutil.rmtree(root)
     return killed

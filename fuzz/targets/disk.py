@@ -18,7 +18,7 @@ from blake3 import blake3
 from fuzz.patching import Patch
 from fuzz.target import ByteSource, Target, demand
 from fuzz.targets.keys import scratch
-from kvsafe.tiers import Answer, ChunkStore, Os, StoreRefused, StoreSetting
+from kvsafe.tiers import Answer, ChunkStore, Order, Os, StoreRefused, StoreSetting
 from kvsafe.tiers import store as store_module
 from kvsafe.tiers.calls import P, R
 from kvsafe.tiers.keeper import Keeper
@@ -310,7 +310,7 @@ class _Folder:
                 stood.append(place.lstat().st_ino)
             return hitch != 7
 
-        outcome = store.put(NAMES[number], memoryview(bytearray(row_of(number))), wanted=wanted)
+        outcome = store.put(NAMES[number], memoryview(bytearray(row_of(number))), _Asked(wanted))
         if outcome.answer is Answer.DONE:
             demand(hitch != 7, "stored after its deadline", "accepted")
             self.known[number] = row_of(number)
@@ -351,6 +351,18 @@ def _faults(source: ByteSource, what: int) -> Iterator[tuple[str, int]]:
             name = source.pick(_WRITING if 3 <= what < 5 else _READING)
             short = name in ("write", "read") and source.below(4) > 0
             yield name, 0 if short else source.pick(_ERRORS)
+
+
+class _Asked(Order):
+    """Does what it is told to when it is asked whether it is still wanted."""
+
+    def __init__(self, wanted: Callable[[], bool]) -> None:
+        super().__init__()
+        self._wanted = wanted
+
+    @property
+    def wanted(self) -> bool:
+        return self._wanted()
 
 
 class Refused:

@@ -6,8 +6,10 @@ that comes back is opened by whoever asked for it, or by a `judge` that it hands
 """
 
 from kvsafe.tiers.calls import Os
-from kvsafe.tiers.folders import QUARANTINE, SUFFIX, StoreRefused
+from kvsafe.tiers.folders import QUARANTINE, StoreRefused
 from kvsafe.tiers.lookups import LookupDesk
+from kvsafe.tiers.naming import SUFFIX
+from kvsafe.tiers.order import Order
 from kvsafe.tiers.outcome import Answer, Flaw, Outcome, Verdict
 from kvsafe.tiers.pool import LOAD, LOOK, STORE, Pool, Ticket
 from kvsafe.tiers.setting import StoreSetting
@@ -23,6 +25,7 @@ __all__ = [
     "ChunkStore",
     "Flaw",
     "LookupDesk",
+    "Order",
     "Os",
     "Outcome",
     "Pool",

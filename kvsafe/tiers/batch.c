@@ -24,7 +24,12 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { PLAIN = 0, ASIDE = -1, ABSENT = -2 };
+/* What comes of a file: as it should be; to be taken the long way, nothing of it is left here; not
+ * there; there already; its temporary may be there, in part; its temporary was written whole. */
+enum { PLAIN = 0, ASIDE = -1, ABSENT = -2, STANDS = -3, PART = -4, WHOLE = -5 };
+
+/* Longest name of a file, with its end. */
+enum { NAME = 256 };
 
 #define MOST_S 9000000000
 
@@ -45,9 +50,26 @@ struct seen {
     int64_t written;
 };
 
+/* Names of files: so many digits each, one name after the other, and what follows on each. */
+struct naming {
+    const char *digits;
+    int64_t each;
+    const char *suffix;
+};
+
+/* New files: the beginning of their temporary names, and the number of the first one. */
+struct making {
+    const char *temporary;
+    uint64_t first;
+    int32_t flags;        /* to open with */
+    int32_t sync;         /* whether each is on the disk before it has its name */
+};
+
 /* What batch.py believes; it loads nothing else: another number for another meaning of this file,
  * then sizes. */
-EXPORT const int32_t kvsafe_batch_sizes[3] = { 1, sizeof(struct rule), sizeof(struct seen) };
+EXPORT const int32_t kvsafe_batch_sizes[5] = {
+    2, sizeof(struct rule), sizeof(struct seen), sizeof(struct naming), sizeof(struct making),
+};
 
 /* The nearest that 64 bits hold: a file may tell any time. */
 static int64_t in_ns(const struct timespec *time)
@@ -71,18 +93,31 @@ static int is_plain(const struct stat *info, const struct rule *rule)
         && info->st_size == rule->bytes && in_ns(&info->st_mtim) >= rule->written_min;
 }
 
+/* The name of file number `i`. False if it would be too long. */
+static int name_file(char *into, const struct naming *naming, int64_t i)
+{
+    int length = snprintf(into, NAME, "%.*s%s", (int)naming->each,
+                          naming->digits + i * naming->each, naming->suffix);
+    return length > 0 && length < NAME;
+}
+
+static int32_t look_at(int folder, const char *name, const struct rule *rule)
+{
+    struct stat info;
+    if (fstatat(folder, name, &info, AT_SYMLINK_NOFOLLOW) == 0)
+        return is_plain(&info, rule) ? PLAIN : ASIDE;
+    return errno == ENOENT ? ABSENT : ASIDE;
+}
+
 /* Per name: PLAIN, ABSENT, or ASIDE. How many names were looked at before time was over. */
-EXPORT int64_t kvsafe_look(int64_t count, const int *folders, const char *const *names,
+EXPORT int64_t kvsafe_look(int64_t count, const int *folders, const struct naming *naming,
                            const struct rule *rule, int32_t *answers)
 {
     for (int64_t i = 0; i < count; i++) {
-        struct stat info;
+        char name[NAME];
         if (i > 0 && is_over(rule))
             return i;
-        if (fstatat(folders[i], names[i], &info, AT_SYMLINK_NOFOLLOW) == 0)
-            answers[i] = is_plain(&info, rule) ? PLAIN : ASIDE;
-        else
-            answers[i] = errno == ENOENT ? ABSENT : ASIDE;
+        answers[i] = name_file(name, naming, i) ? look_at(folders[i], name, rule) : ASIDE;
     }
     return count;
 }
@@ -180,10 +215,22 @@ static int may_read(int fd, const struct rule *rule, struct seen *seen)
     return 1;
 }
 
-/* At most TOGETHER files. */
-static void read_some(int64_t count, const int *folders, const char *const *names,
-                      char *const *buffers, int flags, const struct rule *rule,
-                      int32_t *answers, struct seen *seen)
+/* A file to be read, open; -1 if it is none. */
+static int open_to_read(int folder, const struct naming *naming, int64_t i, int flags,
+                        const struct rule *rule, struct seen *seen)
+{
+    char name[NAME];
+    int fd = name_file(name, naming, i) ? openat(folder, name, flags) : -1;
+    if (fd < 0 || may_read(fd, rule, seen))
+        return fd;
+    (void)close(fd);
+    return -1;
+}
+
+/* At most TOGETHER files, from number `first` on. */
+static void read_some(int64_t first, int64_t count, const int *folders,
+                      const struct naming *naming, char *const *buffers, int flags,
+                      const struct rule *rule, int32_t *answers, struct seen *seen)
 {
     struct iocb reads[TOGETHER];
     int fds[TOGETHER];
@@ -191,8 +238,9 @@ static void read_some(int64_t count, const int *folders, const char *const *name
     aio_context_t queue = flags & O_DIRECT && count > 1 ? own_queue() : 0;
     for (int64_t i = 0; i < count; i++) {
         answers[i] = ASIDE;
-        fds[i] = i > 0 && is_over(rule) ? -1 : openat(folders[i], names[i], flags);
-        if (fds[i] < 0 || !may_read(fds[i], rule, &seen[i]))
+        fds[i] = i > 0 && is_over(rule)
+            ? -1 : open_to_read(folders[i], naming, first + i, flags, rule, &seen[i]);
+        if (fds[i] < 0)
             continue;
         if (queue != 0 && begin_read(queue, &reads[i], fds[i], buffers[i], rule->bytes, i))
             begun++;
@@ -206,55 +254,60 @@ static void read_some(int64_t count, const int *folders, const char *const *name
 }
 
 /* Read whole files into buffers of `rule->bytes`. Per file: PLAIN, or ASIDE (buffer undefined). */
-EXPORT void kvsafe_read(int64_t count, const int *folders, const char *const *names,
+EXPORT void kvsafe_read(int64_t count, const int *folders, const struct naming *naming,
                         char *const *buffers, int flags, const struct rule *rule,
                         int32_t *answers, struct seen *seen)
 {
     for (int64_t at = 0; at < count; at += TOGETHER) {
         int64_t some = count - at < TOGETHER ? count - at : TOGETHER;
-        read_some(some, folders + at, names + at, buffers + at, flags, rule, answers + at,
+        read_some(at, some, folders + at, naming, buffers + at, flags, rule, answers + at,
                   seen + at);
     }
 }
 
-static int32_t write_open(int fd, const char *row, const struct rule *rule, int sync)
+/* Whether a new file was written whole, is on the disk if that is wanted, and is closed. */
+static int write_new(int folder, const char *temporary, const char *row,
+                     const struct making *making, const struct rule *rule)
 {
-    ssize_t taken = pwrite(fd, row, (size_t)rule->bytes, 0);
-    if (taken < 0)
-        return errno;
-    if (taken != rule->bytes)
+    int fd = openat(folder, temporary, making->flags, 0600);
+    if (fd < 0)
+        return 0;
+    int whole = pwrite(fd, row, (size_t)rule->bytes, 0) == rule->bytes
+        && (!making->sync || fdatasync(fd) == 0);
+    return close(fd) == 0 && whole;
+}
+
+/* PLAIN: it has its name now, and has replaced nothing. */
+static int32_t store_one(int64_t i, int folder, const struct naming *naming, const char *row,
+                         const struct making *making, const struct rule *rule,
+                         const int32_t *withdrawn)
+{
+    char name[NAME], temporary[NAME];
+    int length = snprintf(temporary, NAME, "%s%llx", making->temporary,
+                          (unsigned long long)making->first + (unsigned long long)i);
+    if (length < 0 || length >= NAME || !name_file(name, naming, i))
         return ASIDE;
-    return sync && fdatasync(fd) != 0 ? errno : PLAIN;
+    int32_t found = look_at(folder, name, rule);
+    if (found != ABSENT)
+        return found == PLAIN ? STANDS : ASIDE;
+    if (!write_new(folder, temporary, row, making, rule))
+        return PART;
+    /* From the moment that it is withdrawn on, the row may be another chunk's. */
+    if (__atomic_load_n(withdrawn, __ATOMIC_ACQUIRE))
+        return WHOLE;
+    return renameat2(folder, temporary, folder, name, RENAME_NOREPLACE) == 0 ? PLAIN : WHOLE;
 }
 
-/* Make new files from rows of `rule->bytes`. Per file: PLAIN, an errno, or ASIDE (a part of it is
- * there, or it was not begun). */
-EXPORT void kvsafe_write(int64_t count, const int *folders, const char *const *names,
-                         const char *const *rows, int flags, int sync, const struct rule *rule,
-                         int32_t *answers)
+/* Make new files from rows of `rule->bytes`, each under a temporary name first. Per file: PLAIN,
+ * STANDS, ASIDE, PART or WHOLE. Nothing is begun, and nothing gets its name, once `withdrawn`. */
+EXPORT void kvsafe_store(int64_t count, const int *folders, const struct naming *naming,
+                         const char *const *rows, const struct making *making,
+                         const struct rule *rule, const int32_t *withdrawn, int32_t *answers)
 {
     for (int64_t i = 0; i < count; i++) {
-        answers[i] = ASIDE;
-        if (i > 0 && is_over(rule))
-            continue;
-        int fd = openat(folders[i], names[i], flags, 0600);
-        if (fd < 0) {
-            answers[i] = errno;
-            continue;
-        }
-        answers[i] = write_open(fd, rows[i], rule, sync);
-        if (close(fd) != 0 && answers[i] == PLAIN)
-            answers[i] = errno;
-    }
-}
-
-/* Give files their names, never replacing. Per file: PLAIN or an errno. */
-EXPORT void kvsafe_publish(int64_t count, const int *folders, const char *const *names,
-                           const char *const *new_names, int32_t *answers)
-{
-    for (int64_t i = 0; i < count; i++) {
-        int done = renameat2(folders[i], names[i], folders[i], new_names[i], RENAME_NOREPLACE);
-        answers[i] = done == 0 ? PLAIN : errno;
+        int over = i > 0 && (is_over(rule) || __atomic_load_n(withdrawn, __ATOMIC_ACQUIRE));
+        answers[i] = over ? ASIDE
+            : store_one(i, folders[i], naming, rows[i], making, rule, withdrawn);
     }
 }
 

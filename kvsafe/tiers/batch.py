@@ -11,19 +11,28 @@ import mmap
 import os
 import stat
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvsafe.native import load_beside, sizes_of
+from kvsafe.tiers.buffers import Rows
 from kvsafe.tiers.calls import OPEN_FLAGS
+from kvsafe.tiers.naming import SUFFIX, Names
 from kvsafe.tiers.outcome import FileId
 
 PLAIN = 0
 ASIDE = -1
-"""Not as it should be, or not begun: to be taken the long way."""
+"""Not as it should be, or not begun: to be taken the long way, and nothing is left of it."""
 ABSENT = -2
+STANDS = -3
+"""Was to be made, and is there."""
+PART = -4
+"""Its temporary may be there, in part."""
+WHOLE = -5
+"""Its temporary was written whole, but it has no name, or is said to have none."""
 
-MEANING = 1
+MEANING = 2
 """Of `batch.c`: another number whenever it does something else with the same structures."""
 _NEVER = -(1 << 63)
 _MOST_S = 9e9
@@ -63,15 +72,54 @@ class _Seen(ctypes.Structure):
     _fields_ = (("inode", ctypes.c_uint64), ("written", ctypes.c_int64))
 
 
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How new files are made.
+
+    Attributes:
+        before: how their temporary names begin; a number in hex follows.
+        first: the number of the first one.
+        direct: past the page cache, if all rows begin on a page.
+        sync: whether each is on the disk before it has its name.
+    """
+
+    before: str
+    first: int
+    direct: bool
+    sync: bool
+
+
+class _Naming(ctypes.Structure):
+    _fields_ = (
+        ("digits", ctypes.c_char_p),
+        ("each", ctypes.c_int64),
+        ("suffix", ctypes.c_char_p),
+    )
+
+
+class _Making(ctypes.Structure):
+    _fields_ = (
+        ("temporary", ctypes.c_char_p),
+        ("first", ctypes.c_uint64),
+        ("flags", ctypes.c_int32),
+        ("sync", ctypes.c_int32),
+    )
+
+
+_STRUCTURES = (Rule, _Seen, _Naming, _Making)
+_SUFFIX = SUFFIX.encode()
+_MAKE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | OPEN_FLAGS
+
+
 class Batch:
     """The functions of `batch.c`. Every sequence has one entry a file. Thread-safe."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        sizes = MEANING, ctypes.sizeof(Rule), ctypes.sizeof(_Seen)
-        if sizes_of(library, "kvsafe_batch_sizes", 3) != sizes:
+        sizes = MEANING, *map(ctypes.sizeof, _STRUCTURES)
+        if sizes_of(library, "kvsafe_batch_sizes", len(sizes)) != sizes:
             raise ValueError("a shared object of another version")
         self._library = library
-        for name in ("read", "write", "publish", "copy"):
+        for name in ("read", "store", "copy"):
             getattr(library, f"kvsafe_{name}").restype = None
         library.kvsafe_look.restype = ctypes.c_int64
 
@@ -80,26 +128,30 @@ class Batch:
         """The shared object beside this file; None where it was not built, or does not fit."""
         return load_beside(_beside(), "_batch", cls)
 
-    def look(self, folders: Sequence[int], names: Sequence[bytes], rule: Rule) -> list[int]:
+    def look(self, folders: Sequence[int], names: Names, rule: Rule) -> list[int]:
         """Per name PLAIN, ABSENT or ASIDE, for as many of them as there was time for."""
         count = _same_length(names, folders)
         answers = (ctypes.c_int32 * count)()
         done = self._library.kvsafe_look(
-            ctypes.c_int64(count), _ints(folders), _texts(names), ctypes.byref(rule), answers
+            ctypes.c_int64(count),
+            _ints(folders),
+            ctypes.byref(_naming(names)),
+            ctypes.byref(rule),
+            answers,
         )
         return answers[:done]
 
     def read(
         self,
         folders: Sequence[int],
-        names: Sequence[bytes],
+        names: Names,
         buffers: Sequence[memoryview],
         direct: bool,
         rule: Rule,
     ) -> list[FileId | None]:
         """Fill buffers of `rule.bytes`. Per file which it was, None for the long way.
 
-        `direct`: past the page cache, if they all begin on a page. So with `write`.
+        `direct`: past the page cache, if they all begin on a page. So with `store`.
         """
         count = _same_length(names, folders, buffers)
         check_lengths(buffers, rule.bytes)
@@ -108,7 +160,7 @@ class Batch:
         self._library.kvsafe_read(
             ctypes.c_int64(count),
             _ints(folders),
-            _texts(names),
+            ctypes.byref(_naming(names)),
             held.array,
             ctypes.c_int(os.O_RDONLY | OPEN_FLAGS | held.direct_flag(direct)),
             ctypes.byref(rule),
@@ -120,41 +172,37 @@ class Batch:
             for answer, which in zip(answers, seen, strict=True)
         ]
 
-    def write(
+    def store(
         self,
         folders: Sequence[int],
-        names: Sequence[bytes],
+        names: Names,
         rows: Sequence[memoryview],
-        direct: bool,
-        sync: bool,
+        making: Making,
         rule: Rule,
+        withdrawn: ctypes.c_int32,
     ) -> list[int]:
-        """Make new files of rows of `rule.bytes`. Per file PLAIN or something else."""
+        """Make new files of rows of `rule.bytes`, never replacing. Per file what came of it.
+
+        PLAIN for those that were stored, STANDS, ASIDE, PART or WHOLE. `withdrawn` may be set
+        meanwhile: after that no file is begun, and none gets its name.
+        """
         count = _same_length(names, folders, rows)
         check_lengths(rows, rule.bytes)
         answers = (ctypes.c_int32 * count)()
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | OPEN_FLAGS
         held = _Places(rows)
-        self._library.kvsafe_write(
+        made = _Making(
+            making.before.encode(), making.first, _MAKE | held.direct_flag(making.direct),
+            making.sync,
+        )  # fmt: skip
+        self._library.kvsafe_store(
             ctypes.c_int64(count),
             _ints(folders),
-            _texts(names),
+            ctypes.byref(_naming(names)),
             held.array,
-            ctypes.c_int(flags | held.direct_flag(direct)),
-            ctypes.c_int(sync),
+            ctypes.byref(made),
             ctypes.byref(rule),
+            ctypes.byref(withdrawn),
             answers,
-        )
-        return answers[:]
-
-    def publish(
-        self, folders: Sequence[int], names: Sequence[bytes], new_names: Sequence[bytes]
-    ) -> list[int]:
-        """Rename within each folder, never replacing. Per file PLAIN or something else."""
-        count = _same_length(names, folders, new_names)
-        answers = (ctypes.c_int32 * count)()
-        self._library.kvsafe_publish(
-            ctypes.c_int64(count), _ints(folders), _texts(names), _texts(new_names), answers
         )
         return answers[:]
 
@@ -177,7 +225,7 @@ def _ns(seconds: float) -> int:
     return int(max(-_MOST_S, min(_MOST_S, seconds)) * 1e9)
 
 
-def _same_length(first: Sequence[object], *others: Sequence[object]) -> int:
+def _same_length(first: Sized, *others: Sized) -> int:
     """How many files: C reads that many of each. Raises `ValueError` for our own misuse."""
     for other in others:
         if len(other) != len(first):
@@ -187,17 +235,20 @@ def _same_length(first: Sequence[object], *others: Sequence[object]) -> int:
 
 def check_lengths(views: Sequence[memoryview], length: int) -> None:
     """Raises `ValueError` if one of the buffers is not `length` bytes long."""
-    for view in views:
-        if view.nbytes != length:
-            raise ValueError(f"a buffer of {view.nbytes} bytes, not {length}")
+    lengths = [views.row_bytes] if isinstance(views, Rows) else [view.nbytes for view in views]
+    for found in lengths:
+        if found != length:
+            raise ValueError(f"a buffer of {found} bytes, not {length}")
 
 
 def _ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
     return (ctypes.c_int * len(values)).from_buffer(array("i", values))
 
 
-def _texts(values: Sequence[bytes]) -> ctypes.Array[ctypes.c_char_p]:
-    return (ctypes.c_char_p * len(values))(*values)
+def _naming(names: Names) -> _Naming:
+    if len(names.digits) != names.each * len(names):
+        raise ValueError(f"{len(names.digits)} digits for {len(names)} names of {names.each}")
+    return _Naming(names.digits.encode(), names.each, _SUFFIX)
 
 
 class _Places:
@@ -206,13 +257,18 @@ class _Places:
     __slots__ = ("_held", "_places", "array")
 
     def __init__(self, views: Sequence[memoryview]) -> None:
-        self._held = [ctypes.c_char.from_buffer(view) for view in views]
-        self._places = list(map(ctypes.addressof, self._held))
+        if isinstance(views, Rows):
+            self._held = [ctypes.c_char.from_buffer(views.memory)]
+            first = ctypes.addressof(self._held[0])
+            self._places = [first + start for start in views.starts]
+        else:
+            self._held = [ctypes.c_char.from_buffer(view) for view in views]
+            self._places = list(map(ctypes.addressof, self._held))
         self.array = (ctypes.c_void_p * len(views))(*self._places)
 
     def direct_flag(self, wanted: bool) -> int:
         """The flag for input and output past the page cache, which pages are needed for."""
-        pages = wanted and not any(place % mmap.PAGESIZE for place in self._places)
+        pages = wanted and not any([place % mmap.PAGESIZE for place in self._places])
         return os.O_DIRECT if pages else 0
 
 

@@ -5,6 +5,8 @@ import contextlib
 import ctypes
 import mmap
 import threading
+from collections.abc import Sequence
+from typing import overload
 
 HUGE_BYTES = 2 << 20
 """A huge page, and the least that is worth one."""
@@ -32,6 +34,35 @@ class ThreadBuffers:
             views = [whole[at * size : (at + 1) * size] for at in range(self._count)]
             self._local.views = views
         return views
+
+
+class Rows(Sequence[memoryview]):
+    """Some rows of one memory of rows, in any order. Views of them are made when asked for."""
+
+    __slots__ = ("memory", "row_bytes", "starts")
+
+    def __init__(self, memory: memoryview, row_bytes: int, rows: Sequence[int]) -> None:
+        """`memory`: bytes, writable. Raises `IndexError` for a row that does not lie in it."""
+        if rows and not 0 <= min(rows) <= max(rows) < memory.nbytes // row_bytes:
+            raise IndexError(f"rows {min(rows)} to {max(rows)}, of {memory.nbytes // row_bytes}")
+        self.memory = memory
+        self.row_bytes = row_bytes
+        self.starts = [row * row_bytes for row in rows]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, at: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[memoryview]: ...
+    def __getitem__(self, at: int | slice) -> memoryview | list[memoryview]:
+        if isinstance(at, slice):
+            return [self._row(start) for start in self.starts[at]]
+        return self._row(self.starts[at])
+
+    def _row(self, start: int) -> memoryview:
+        return self.memory[start : start + self.row_bytes]
 
 
 def own_pages(length: int) -> memoryview:

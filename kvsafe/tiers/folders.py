@@ -20,18 +20,12 @@ from collections.abc import Iterable
 
 from kvsafe.tiers.calls import Os, can_rename_new
 from kvsafe.tiers.handles import Handle, handle_limit
+from kvsafe.tiers.naming import BUCKETS, place_of
 from kvsafe.tiers.outcome import FULL, Flaw
 
 QUARANTINE = "kvsafe-quarantine"
-SUFFIX = ".chunk"
 PROBE = "probe-"
 """How names begin of files that a start makes in the root for a moment."""
-HIDDEN = "."
-"""First character of the name of a file that is being written."""
-MAX_NAME_BYTES = 120
-# Many folders: ext4 is slow to make a file where many were removed in the last minutes.
-_BUCKET_DIGITS = 3
-_BUCKETS = 1 << 4 * _BUCKET_DIGITS
 _LINGERING_PART = 8
 """One in so many handles may stay open beside the table before batches open no more of them."""
 _ANY = 1 << 30
@@ -53,8 +47,8 @@ class Folders:
         self._flaw_number = flaw_number
         self._lock = threading.Lock()
         self._buckets: OrderedDict[str, Handle] = OrderedDict()
-        self._handles = handle_limit(_BUCKETS)
-        self._scarce = self._handles < _BUCKETS
+        self._handles = handle_limit(BUCKETS)
+        self._scarce = self._handles < BUCKETS
         self._lingering = 0
         self._open: list[int] = []
         self._settled = False
@@ -190,12 +184,10 @@ class Folders:
             return None
         return fd
 
-    def place(self, name: bytes) -> tuple[str, str]:
+    @staticmethod
+    def place(name: bytes) -> tuple[str, str]:
         """Bucket and file name of an object name (1 to 120 bytes)."""
-        if not 1 <= len(name) <= MAX_NAME_BYTES:
-            raise ValueError(f"an object name of {len(name)} bytes")
-        text = name.hex()
-        return text[:_BUCKET_DIGITS], text + SUFFIX
+        return place_of(name)
 
     def bucket(self, key: str, *, make: bool = False) -> "Bucket":
         """The folder of a bucket while it is used, as a context; "" is the quarantine.

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvsafe.tiers.calls import Os
-from kvsafe.tiers.folders import HIDDEN, Folders
+from kvsafe.tiers.folders import Folders
 from kvsafe.tiers.leases import DeadWriters, Lease, sweep_probes
 from kvsafe.tiers.ledger import Ledger
+from kvsafe.tiers.naming import HIDDEN
 from kvsafe.tiers.outcome import GONE
 from kvsafe.tiers.room import Candidate, Room, counted_bytes
 

@@ -10,15 +10,16 @@ that its writer may still write (see `ledger.py`).
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
 import secrets
 import stat
 import struct
+import threading
 from collections.abc import Collection
 
 from kvsafe.tiers.calls import Os
-from kvsafe.tiers.folders import HIDDEN, PROBE, Folders
+from kvsafe.tiers.folders import PROBE, Folders
+from kvsafe.tiers.naming import HIDDEN
 from kvsafe.tiers.outcome import FULL, GONE
 
 _HELD = struct.Struct("<Q")
@@ -31,7 +32,8 @@ class Lease:
     def __init__(self, calls: Os, folders: Folders) -> None:
         self._calls = calls
         self._folders = folders
-        self._counter = itertools.count(1)
+        self._counting = threading.Lock()
+        self._next = 1
         self.held = 0
         self.name, self._fd = "", -1
         try:
@@ -68,7 +70,14 @@ class Lease:
 
     def temporary(self) -> str:
         """A name for a file being written: unique, as the name of the lease is."""
-        return f"{HIDDEN}{self.name}-{next(self._counter):x}"
+        before, number = self.temporaries(1)
+        return f"{before}{number:x}"
+
+    def temporaries(self, count: int) -> tuple[str, int]:
+        """How `count` such names begin, and the first of the numbers that follow, in hex."""
+        with self._counting:
+            first, self._next = self._next, self._next + count
+        return f"{HIDDEN}{self.name}-", first
 
     def note_held(self, held: int) -> None:
         """Write how many bytes this writer may still write (inside the ledger's lock)."""

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from kvsafe.tiers.order import Order
 from kvsafe.tiers.outcome import Answer, Outcome
 
 Lane = int
@@ -24,12 +25,20 @@ STORE: Lane = 2
 _LOOK_S = 0.05
 
 
-class Ticket:
+class Ticket(Order):
     """One piece of work on its way. States: waiting, running, claimed, over."""
 
-    __slots__ = ("_lock", "_state", "due", "started", "tag", "work")
+    __slots__ = ("_clock", "_lock", "_state", "due", "started", "tag", "work")
 
-    def __init__(self, tag: Hashable, work: Callable[["Ticket"], object], due: float) -> None:
+    def __init__(
+        self,
+        tag: Hashable,
+        work: Callable[["Ticket"], object],
+        due: float,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__()
+        self._clock = clock
         self.tag = tag
         self.work = work
         self.due = due
@@ -49,9 +58,9 @@ class Ticket:
         """Whether the result is still wanted; if so it will be waited for from now on."""
         return self._move(("running", "claimed"), "claimed")
 
-    def renew(self, now: float) -> bool:
+    def more(self) -> bool:
         """Begin the next part of the work, with a deadline of its own. False if abandoned."""
-        self.started = now
+        self.started = self._clock()
         return self._move(("running", "claimed"), "running")
 
     @property
@@ -61,16 +70,18 @@ class Ticket:
 
     def abandon(self) -> bool:
         """Answer without the work. False if it is claimed or over."""
-        return self._move(("waiting", "running"), "over")
+        return self._move(("waiting", "running"), "over", withdrawn=True)
 
     def finish(self) -> bool:
         """The work has returned. False if it was abandoned meanwhile."""
         return self._move(("running", "claimed"), "over")
 
-    def _move(self, sources: tuple[str, ...], target: str) -> bool:
+    def _move(self, sources: tuple[str, ...], target: str, *, withdrawn: bool = False) -> bool:
         with self._lock:
             if self._state not in sources:
                 return False
+            if withdrawn:
+                self.withdraw()
             self._state = target
             return True
 
@@ -147,7 +158,7 @@ class Pool:
         """Queue several pieces of work at once."""
         due = self._clock() + self._deadline_s
         with self._lock:
-            self._queues[lane].extend(Ticket(tag, work, due) for tag, work in pieces)
+            self._queues[lane].extend(Ticket(tag, work, due, self._clock) for tag, work in pieces)
             for lanes, ready in self._ready.items():
                 if lane in lanes:
                     ready.notify(len(pieces))

@@ -93,6 +93,10 @@ class Room:
                 self._asking.release()
         return False
 
+    def take_in_hand(self, amount: int) -> bool:
+        """Reserve `amount` bytes of what was granted already: nobody is asked, nothing evicted."""
+        return self._take_unspent(amount)
+
     def take_now(self, amount: int, count: int, within_s: float) -> int:
         """How many times `amount`, at most `count`, could be reserved, nearly without waiting.
 

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvsafe.tiers.batch import Batch
 from kvsafe.tiers.buffers import copy
@@ -21,6 +21,7 @@ from kvsafe.tiers.folders import Folders, StoreRefused
 from kvsafe.tiers.keeper import Keeper, mark_used
 from kvsafe.tiers.leases import Lease
 from kvsafe.tiers.ledger import Ledger, Limits, whole_pages
+from kvsafe.tiers.order import Order
 from kvsafe.tiers.outcome import DONE, Answer, FileId, Flaw, Outcome, Verdict, outcome_of
 from kvsafe.tiers.quarantine import Quarantine
 from kvsafe.tiers.room import Room
@@ -112,14 +113,14 @@ class ChunkStore:
         self,
         name: bytes,
         row: memoryview,
-        *,
-        wanted: Callable[[], bool] = lambda: True,
+        order: Order | None = None,
     ) -> Outcome:
         """Store a row of exactly `row_bytes` under its name; never replaces a good file.
 
-        `wanted` is asked before the file is published: after a deadline the row may belong
+        `order` is asked before the file is published: after a deadline the row may belong
         to another chunk.
         """
+        order = order or Order()
         if len(row) != self.setting.row_bytes:
             raise ValueError(f"a row of {len(row)} bytes, not {self.setting.row_bytes}")
         bucket, file = self.folders.place(name)
@@ -130,7 +131,7 @@ class ChunkStore:
                 short = self._storing.begin()
                 if short is not None:
                     return self._counted(short)
-                return self._counted(self._storing.store(folder, bucket, file, row, wanted))
+                return self._counted(self._storing.store(folder, bucket, file, row, order))
         except OSError as exc:
             return self._counted(outcome_of(exc))
 
@@ -143,28 +144,18 @@ class ChunkStore:
     def put_all(
         self,
         names: list[bytes],
-        rows: list[memoryview],
-        *,
-        wanted: Callable[[], bool] = lambda: True,
-        more: Callable[[], bool] = lambda: True,
+        rows: Sequence[memoryview],
+        order: Order | None = None,
     ) -> list[Outcome]:
         """`put` of several rows, together as far as all goes well. Outcomes in order.
 
-        `more` is asked before each part that has a deadline of its own; with False the rest is
-        left, and the list is shorter.
+        Once the order is withdrawn the rest is left, and the list is shorter.
         """
+        order = order or Order()
         answers: list[Outcome | None] = [None] * len(names)
         if self._course is not None:
-            answers = self._course.store(names, rows, self._storing, wanted, more)
-        outcomes = []
-        for name, row, answer in zip(names, rows, answers, strict=True):
-            if answer is not None:
-                outcomes.append(self._counted(answer))
-            elif more():
-                outcomes.append(self.put(name, row, wanted=wanted))
-            else:
-                break
-        return outcomes
+            answers = self._course.store(names, rows, self._storing, order)
+        return self._complete(answers, order, lambda at: self.put(names[at], rows[at], order))
 
     def _stands(self, name: bytes, folder: int, bucket: str, file: str) -> bool:
         """Whether a file that can be this chunk is there; one that cannot is moved away.
@@ -216,21 +207,31 @@ class ChunkStore:
         self,
         names: list[bytes],
         into: list[memoryview],
-        *,
-        more: Callable[[], bool] = lambda: True,
+        order: Order | None = None,
     ) -> list[Outcome]:
         """`get` of several rows, together as far as all goes well. As `put_all` otherwise."""
-        seen: list[FileId | None] = [None] * len(names)
+        order = order or Order()
+        answers: list[Outcome | None] = [None] * len(names)
         if self._course is not None:
             seen = self._course.read(names, into)
             read = {name: file for name, file in zip(names, seen, strict=True) if file is not None}
             self._quarantine.note_read(read)
+            answers = [None if file is None else DONE for file in seen]
+        return self._complete(answers, order, lambda at: self.get(names[at], into[at]))
+
+    def _complete(
+        self, answers: list[Outcome | None], order: Order, alone: Callable[[int], Outcome]
+    ) -> list[Outcome]:
+        """Count what was answered; what was not goes by itself, for as long as it is wanted."""
+        if answers.count(DONE) == len(answers):  # as nearly always
+            self.counts[Answer.DONE.value] += len(answers)
+            return [DONE] * len(answers)
         outcomes = []
-        for name, buffer, which in zip(names, into, seen, strict=True):
-            if which is not None:
-                outcomes.append(self._counted(DONE))
-            elif more():
-                outcomes.append(self.get(name, buffer))
+        for at, answer in enumerate(answers):
+            if answer is not None:
+                outcomes.append(self._counted(answer))
+            elif order.more():
+                outcomes.append(alone(at))
             else:
                 break
         return outcomes

@@ -2,12 +2,13 @@
 """Storing one row with room that was taken: whatever happens, the account stays right."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from kvsafe.tiers.chunkfile import Writer
 from kvsafe.tiers.folders import Folders
 from kvsafe.tiers.leases import Lease
 from kvsafe.tiers.ledger import whole_pages
+from kvsafe.tiers.order import Order
 from kvsafe.tiers.outcome import DONE, PRESENT, Answer, Outcome, outcome_of
 from kvsafe.tiers.room import Room
 
@@ -41,25 +42,27 @@ class Storing:
         """Take the room of rows as far as there is some; of how many. See `Room.take_now`."""
         return self._room.take_now(self._charge, rows, within_s)
 
-    def temporary(self) -> str:
-        """A new name to write under."""
-        return self._lease.temporary()
+    def begin_in_hand(self, rows: int) -> bool:
+        """Take the room of all these rows, if that much was granted already."""
+        return self._room.take_in_hand(self._charge * rows)
 
-    def store(
-        self, folder: int, bucket: str, file: str, row: memoryview, wanted: Callable[[], bool]
-    ) -> Outcome:
+    def temporaries(self, count: int) -> tuple[str, int]:
+        """New names to write under. See `Lease.temporaries`."""
+        return self._lease.temporaries(count)
+
+    def store(self, folder: int, bucket: str, file: str, row: memoryview, order: Order) -> Outcome:
         """Write and publish with room that was taken. `folder` is the bucket, open."""
-        temporary = self.temporary()
+        temporary = self._lease.temporary()
         written = False
         try:
             self._writer.write(folder, temporary, row)
             written = True
-            if not wanted():
+            if not order.wanted:
                 return self.undo(folder, temporary, Outcome(Answer.LATE), written)
             self._writer.publish(folder, temporary, file)
         except OSError as exc:
             return self._failed(folder, bucket, temporary, exc, written)
-        self.spent([(bucket, file)])
+        self.spent(1, [(bucket, file)])
         return self.settled(folder) or DONE
 
     def _failed(
@@ -77,13 +80,17 @@ class Storing:
             self._folders.forget_bucket(bucket)  # removed behind our back; the next one is new
         return outcome
 
-    def spent(self, files: Sequence[tuple[str, str]]) -> None:
+    def spent(self, count: int, files: Iterable[tuple[str, str]]) -> None:
         """Files have their names: their room is spent, and they may be evicted one day.
 
-        Bucket and name of each.
+        Bucket and name of each, if they are asked for.
         """
-        self._room.spent(self._charge * len(files))
+        self._room.spent(self._charge * count)
         self._room.offer_new(files)
+
+    def not_needed(self, rows: int) -> None:
+        """Give the room of rows back of which nothing is on the disk."""
+        self._room.give_back(self._charge * rows)
 
     def settled(self, folder: int) -> Outcome | None:
         """Make the names in an open bucket survive, if that is set. None if they do.

@@ -18,9 +18,12 @@ import pytest
 
 from kvsafe.native import SUFFIXES
 from kvsafe.tiers import Answer, ChunkStore, batch, course, folders
-from kvsafe.tiers.batch import Batch, Rule
+from kvsafe.tiers.batch import Batch, Making, Rule
+from kvsafe.tiers.buffers import Rows
 from kvsafe.tiers.calls import QuickOs
 from kvsafe.tiers.ledger import Ledger, LedgerBusy
+from kvsafe.tiers.naming import Names
+from kvsafe.tiers.order import Order
 from kvsafe.tiers.room import Room
 from tests.tiers.faults import FaultyOs
 from tests.tiers.stores import (
@@ -193,7 +196,9 @@ def test_storing(tmp_path: Path, odd: Callable[[Path], None]) -> None:
 def test_a_store_that_is_no_longer_wanted_publishes_nothing(tmp_path: Path) -> None:
     with store_at(tmp_path / "s") as store:
         held = store.room.held
-        outcomes = store.put_all(_names(), _rows(), wanted=lambda: False)
+        order = _Asked()
+        order.withdraw()
+        outcomes = store.put_all(_names(), _rows(), order)
         assert [outcome.answer for outcome in outcomes] == [Answer.LATE] * 3
         assert store.look(_names()) == [False] * 3
         assert temporaries(tmp_path / "s") == []
@@ -201,14 +206,15 @@ def test_a_store_that_is_no_longer_wanted_publishes_nothing(tmp_path: Path) -> N
         assert [o.answer for o in store.put_all(_names(), _rows())] == [Answer.DONE] * 3
 
 
-class _Asked:
+class _Asked(Order):
     """Counts how often it is asked whether there is more to be done, and says yes so often."""
 
     def __init__(self, yes: int = 1000) -> None:
+        super().__init__()
         self.times = 0
         self._yes = yes
 
-    def __call__(self) -> bool:
+    def more(self) -> bool:
         self.times += 1
         return self.times <= self._yes
 
@@ -216,11 +222,11 @@ class _Asked:
 def test_what_is_not_begun_in_time_goes_by_itself(tmp_path: Path) -> None:
     with store_at(tmp_path / "s", batch_s=-1.0) as store:
         more = _Asked()
-        assert [o.answer for o in store.put_all(_names(), _rows(), more=more)] == [Answer.DONE] * 3
-        assert more.times == 4  # to write, to publish, and two by themselves
+        assert [o.answer for o in store.put_all(_names(), _rows(), more)] == [Answer.DONE] * 3
+        assert more.times == 3  # the one that is always begun, and two by themselves
         into = [memoryview(bytearray(ROW)) for _ in range(3)]
         more = _Asked()
-        assert [o.answer for o in store.get_all(_names(), into, more=more)] == [Answer.DONE] * 3
+        assert [o.answer for o in store.get_all(_names(), into, more)] == [Answer.DONE] * 3
         assert more.times == 2
         assert [bytes(row) for row in into] == [row_of(number) for number in (GOOD, ODD, LAST)]
         assert temporaries(tmp_path / "s") == [] and store.room._in_flight == 0
@@ -229,24 +235,24 @@ def test_what_is_not_begun_in_time_goes_by_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("yes", range(8))
 def test_work_that_was_given_up_ends_where_it_is(tmp_path: Path, yes: int) -> None:
     with store_at(tmp_path / "s", batch_s=-1.0) as store:
-        outcomes = store.put_all(_names(), _rows(), more=_Asked(yes))
-        assert len(outcomes) == min(3, max(0, yes - 1))
+        outcomes = store.put_all(_names(), _rows(), _Asked(yes))
+        assert len(outcomes) == min(3, yes)
         assert temporaries(tmp_path / "s") == [] and store.room._in_flight == 0
         there = sum(store.look(_names()))
         assert there == len(outcomes)
         into = [memoryview(bytearray(ROW)) for _ in range(3)]
-        seen = store.get_all(_names()[:there], into[:there], more=_Asked(yes))
+        seen = store.get_all(_names()[:there], into[:there], _Asked(yes))
         assert len(seen) == min(there, yes + 1)
 
 
 def test_each_sync_has_a_deadline_of_its_own(tmp_path: Path) -> None:
     with store_at(tmp_path / "s", sync="full") as store:
         more = _Asked()
-        assert [o.answer for o in store.put_all(_names(), _rows(), more=more)] == [Answer.DONE] * 3
-        assert more.times == 2 + 3 + 1  # to write, to publish, three buckets, their names
+        assert [o.answer for o in store.put_all(_names(), _rows(), more)] == [Answer.DONE] * 3
+        assert more.times == 1 + 3 + 1  # to store, three buckets, their names
         more = _Asked()
-        again = store.put_all(_names(), _rows(), more=more)
-        assert [o.answer for o in again] == [Answer.PRESENT] * 3 and more.times == 6
+        again = store.put_all(_names(), _rows(), more)
+        assert [o.answer for o in again] == [Answer.PRESENT] * 3 and more.times == 5
 
 
 def test_nobody_waits_for_room_with_room_in_his_hands(tmp_path: Path) -> None:
@@ -342,9 +348,11 @@ def test_an_account_that_cannot_be_had_costs_its_rows_and_no_more(tmp_path: Path
         assert answers == [Answer.PRESENT, Answer.UNREACHABLE, Answer.UNREACHABLE]
 
 
-@pytest.mark.parametrize("call", ["write", "publish", "look"])
+@pytest.mark.parametrize("call", ["store", "look"])
 def test_a_fault_of_our_own_leaves_nothing_behind(tmp_path: Path, call: str) -> None:
     with store_at(tmp_path / "s") as store:
+        # Only who has no room in hand looks first.
+        assert call == "store" or store.room._unspent == 0
         with patch.object(Batch, call, side_effect=MemoryError), pytest.raises(MemoryError):
             store.put_all(_names(), _rows())
         assert store.room._in_flight == 0 and temporaries(tmp_path / "s") == []
@@ -461,20 +469,121 @@ def test_without_a_shared_object_files_go_one_by_one(tmp_path: Path) -> None:
 
 def test_our_own_misuse_raises(tmp_path: Path) -> None:
     assert LIBRARY is not None
-    rule = Rule.of(ROW, 0.0, 0.0, None, 0.0)
+    rule, flag = Rule.of(ROW, 0.0, 0.0, None, 0.0), Order().withdrawn
     row, short = memoryview(bytearray(ROW)), memoryview(bytearray(ROW - 1))
+    one, two = Names.of([b"a"]), Names.of([b"a", b"b"])
+    assert one is not None and two is not None
+    making = Making(".x", 1, direct=False, sync=False)
+    rows = Rows(memoryview(bytearray(2 * ROW)), ROW, [1, 0])
     for wrong in (
-        lambda: LIBRARY.read([0], [b"a"], [short], False, rule),
-        lambda: LIBRARY.read([0], [b"a", b"b"], [row], False, rule),
-        lambda: LIBRARY.read([0], [b"a"], [row, row], False, rule),
-        lambda: LIBRARY.write([0], [b"a"], [short], False, False, rule),
-        lambda: LIBRARY.write([0], [], [row], False, False, rule),
-        lambda: LIBRARY.look([], [b"a"], rule),
-        lambda: LIBRARY.publish([0], [b"a"], []),
+        lambda: LIBRARY.read([0], one, [short], False, rule),
+        lambda: LIBRARY.read([0], two, [row], False, rule),
+        lambda: LIBRARY.read([0], one, [row, row], False, rule),
+        lambda: LIBRARY.store([0], one, [short], making, rule, flag),
+        lambda: LIBRARY.store([0, 0], one, [row, row], making, rule, flag),
+        lambda: LIBRARY.store([0, 0], two, Rows(rows.memory, ROW - 1, [0, 1]), making, rule, flag),
+        lambda: LIBRARY.store([0], one, rows, making, rule, flag),
+        lambda: LIBRARY.look([], one, rule),
+        lambda: LIBRARY.look([0, 0], Names("61", 2, ["0", "0"]), rule),
         lambda: LIBRARY.copy([row], [short]),
         lambda: LIBRARY.copy([row], []),
     ):
-        with pytest.raises(ValueError, match=r"bytes, not|entries for one batch"):
+        with pytest.raises(ValueError, match=r"bytes, not|entries for one batch|digits for"):
             wrong()
+    for rows_that_are_not_there in ([2], [-1], [0, 5]):
+        with pytest.raises(IndexError, match="rows"):
+            Rows(rows.memory, ROW, rows_that_are_not_there)
     with pytest.raises(TypeError):
         LIBRARY.copy([row], [memoryview(bytes(ROW))])
+
+
+def test_what_is_there_takes_no_room(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        assert all(outcome.good for outcome in store.put_all(_names(), _rows()))
+        room, held = store.room, store.room.held
+        assert room._unspent >= 3 * ROW  # in hand: taken for all, and given back
+        again = store.put_all(_names(), _rows())
+        assert [outcome.answer for outcome in again] == [Answer.PRESENT] * 3
+        assert (room.held, room._in_flight) == (held, 0)
+        room.return_unspent()
+        with patch.object(Room, "_ask", side_effect=AssertionError):  # none in hand
+            again = store.put_all(_names(), _rows())
+        assert [outcome.answer for outcome in again] == [Answer.PRESENT] * 3
+
+
+def test_nothing_is_evicted_for_what_is_there(tmp_path: Path) -> None:
+    numbers = range(8)
+    names = [name_of(number) for number in numbers]
+    rows = [memoryview(bytearray(row_of(number))) for number in numbers]
+    with store_at(tmp_path / "s", capacity_bytes=8 * ROW) as store:
+        assert [o.answer for o in store.put_all(names, rows)] == [Answer.DONE] * 8
+        assert [o.answer for o in store.put_all(names, rows)] == [Answer.PRESENT] * 8
+        assert not store.room.evicted
+        # The positive control: for one that is not there one has to go.
+        assert put(store, 9).answer is Answer.DONE
+        assert store.room.evicted["chunk"] == 1
+
+
+def test_names_of_several_lengths_go_one_by_one(tmp_path: Path) -> None:
+    names, rows = [name_of(GOOD), b"short", name_of(LAST)], _rows()
+    with store_at(tmp_path / "s") as store:
+        with patch.object(store, "put", side_effect=store.put) as alone:
+            assert [o.answer for o in store.put_all(names, rows)] == [Answer.DONE] * 3
+        assert alone.call_count == 3
+        assert store.look([*names, b"gone"]) == [True, True, True, False]
+        into = [memoryview(bytearray(ROW)) for _ in names]
+        assert all(outcome.good for outcome in store.get_all(names, into))
+        assert into == rows
+        for length in (0, 121):
+            with pytest.raises(ValueError, match="object name"):
+                store.put_all([bytes(length)], rows[:1])
+        assert store.put_all([], []) == [] and store.look([]) == []
+
+
+def test_names_of_the_longest_kind(tmp_path: Path) -> None:
+    names = [bytes([number]) * 120 for number in (GOOD, ODD, LAST)]
+    with store_at(tmp_path / "s") as store:
+        with patch.object(store, "put", side_effect=AssertionError):
+            assert [o.answer for o in store.put_all(names, _rows())] == [Answer.DONE] * 3
+        into = [memoryview(bytearray(ROW)) for _ in names]
+        with patch.object(store, "get", side_effect=AssertionError):
+            assert all(outcome.good for outcome in store.get_all(names, into))
+        assert into == _rows()
+
+
+def test_rows_of_one_memory_are_stored_each_under_its_name(tmp_path: Path) -> None:
+    memory = memoryview(bytearray(b"".join(row_of(number) for number in range(6))))
+    rows = Rows(memory, ROW, [GOOD, ODD, LAST][::-1])
+    with store_at(tmp_path / "s") as store:
+        assert [o.answer for o in store.put_all(_names()[::-1], rows)] == [Answer.DONE] * 3
+        assert all(holds(store, number) for number in (GOOD, ODD, LAST))
+    memory.release()  # nothing holds on to it
+
+
+def test_temporary_names_are_given_once(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store, ThreadPoolExecutor(4) as pool:
+        counts = [1, 3, 2, 5] * 50
+        parts = pool.map(store.lease.temporaries, counts)
+        names = [
+            f"{before}{first + at:x}"
+            for (before, first), count in zip(parts, counts, strict=True)
+            for at in range(count)
+        ]
+        names += [store.lease.temporary() for _ in range(10)]
+        assert len(set(names)) == sum(counts) + 10
+
+
+def test_a_withdrawn_order_is_heard_within_the_call(tmp_path: Path) -> None:
+    """It is withdrawn when the batch has begun: what C reads is the order's own memory."""
+    with store_at(tmp_path / "s") as store:
+        put(store, 9)  # so that there is room in hand
+        order, made = Order(), Batch.store
+
+        def withdrawn(self: Batch, *args: object) -> list[int]:
+            order.withdraw()
+            return made(self, *args)  # type: ignore[arg-type]
+
+        with patch.object(Batch, "store", withdrawn):
+            assert store.put_all(_names(), _rows(), order) == []
+        assert store.look(_names()) == [False] * 3
+        assert temporaries(tmp_path / "s") == [] and store.room._in_flight == 0

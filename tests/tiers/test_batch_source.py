@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import ctypes
-import errno
+import itertools
 import os
 import resource
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,21 @@ import pytest
 import kvsafe.tiers
 from kvsafe.native import SUFFIXES
 from kvsafe.tiers import batch
-from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule
+from kvsafe.tiers.batch import (
+    ABSENT,
+    ASIDE,
+    PART,
+    PLAIN,
+    STANDS,
+    WHOLE,
+    Batch,
+    Making,
+    Rule,
+)  # fmt: skip
 from kvsafe.tiers.buffers import ThreadBuffers
 from kvsafe.tiers.calls import QuickOs
+from kvsafe.tiers.naming import Names
+from kvsafe.tiers.order import Order
 from tests.tiers.stores import ROW, row_of
 
 LIBRARY = Batch.load()
@@ -32,6 +45,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+EACH = 7
+"""Characters of a name before its end."""
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{name:_<{EACH}}.chunk"
+
+
+def _names(*names: str) -> Names:
+    return Names("".join(f"{name:_<{EACH}}" for name in names), EACH, [""] * len(names))
+
+
 def _file(path: Path) -> Path:
     path.write_bytes(row_of(1))
     path.chmod(0o600)
@@ -41,15 +66,15 @@ def _file(path: Path) -> Path:
 def _make(folder: Path) -> None:
     """Files that are chunks or not, by their names."""
     for name in ("good", "longer", "shorter", "mode", "old", "two"):
-        _file(folder / name)
-    with (folder / "longer").open("ab") as file:
+        _file(_path(folder, name))
+    with _path(folder, "longer").open("ab") as file:
         file.write(b"x")
-    os.truncate(folder / "shorter", ROW - 1)
-    (folder / "mode").chmod(0o644)
-    info = (folder / "old").stat()
-    os.utime(folder / "old", ns=(info.st_atime_ns, info.st_mtime_ns - 10**14))
-    os.link(folder / "two", folder / "names")
-    (folder / "link").symlink_to("good")
+    os.truncate(_path(folder, "shorter"), ROW - 1)
+    _path(folder, "mode").chmod(0o644)
+    info = _path(folder, "old").stat()
+    os.utime(_path(folder, "old"), ns=(info.st_atime_ns, info.st_mtime_ns - 10**14))
+    os.link(_path(folder, "two"), folder / "names")
+    _path(folder, "link").symlink_to("good")
 
 
 def _write_up_to(limit: int, write: Callable[[], list[int]]) -> list[int]:
@@ -62,53 +87,84 @@ def _write_up_to(limit: int, write: Callable[[], list[int]]) -> list[int]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def _times(now: float, clock: float) -> tuple[Rule, Rule]:
+    """What a file must be, for calls that have a minute, and for those whose time is over."""
+    return Rule.of(ROW, now, clock + 60, TTL_S, 30.0), Rule.of(ROW, now, clock - 1, TTL_S, 30.0)
+
+
+def _looks_and_reads(library: Batch, folder: Path, fd: int) -> list[object]:
+    good, now = _path(folder, "good"), QuickOs().now()
+    rule, late = _times(now, QuickOs().clock())
+    all_names = ("good", "longer", "shorter", "mode", "link", "old", "two", "gone")
+    names, backwards = _names(*all_names), _names(*all_names[::-1])
+    folders = [fd] * len(names)
+    into = [memoryview(bytearray(ROW)) for _ in folders]
+    read = library.read(folders, names, into, False, rule)
+    os.utime(good, (now - 3600, now - 7200))
+    past = ThreadBuffers(ROW, len(names)).get_all()
+    directly = library.read(folders, backwards, past, True, rule)
+    again = [memoryview(bytearray(ROW))]
+    used = library.read([fd], _names("good"), again, False, rule)
+    twice = library.read([fd] * 2, _names("good", "good"), into[:2], False, late)
+    many = [memoryview(bytearray(ROW)) for _ in range(40)]
+    last = library.read([fd] * 40, _names(*["gone"] * 39, "good"), many, False, rule)
+    return [
+        library.look(folders, names, rule),
+        library.look(folders, names, late),
+        library.look([fd], Names("a" * 300, 300, [""]), rule),
+        [which is not None for which in read],
+        bytes(into[0]) == row_of(1),
+        [which is not None for which in directly],
+        bytes(past[-1]) == row_of(1),
+        [which and which.inode == good.stat().st_ino for which in (read[0], *used)],
+        good.stat().st_atime > now - 60 and int(good.stat().st_mtime) == int(now - 7200),
+        [which is not None for which in twice],
+        last.count(None) == 39 and bytes(many[-1]) == row_of(1),
+    ]
+
+
+def _stores(library: Batch, folder: Path, fd: int) -> list[object]:
+    rule, late = _times(QuickOs().now(), QuickOs().clock())
+    order, given_up = Order(), Order()
+    given_up.withdraw()
+    row, number = memoryview(bytearray(row_of(7))), itertools.count(1, 10)
+
+    def store(
+        *names: str, rule: Rule = rule, order: Order = order, sync: bool = False
+    ) -> list[int]:
+        making = Making(".new-", next(number), direct=False, sync=sync)
+        rows = [row] * len(names)
+        return library.store([fd] * len(names), _names(*names), rows, making, rule, order.withdrawn)
+
+    for name in (".new-1", ".new-b"):  # the second is of one that need not be made
+        (folder / name).write_bytes(b"in the way")
+    came = [
+        store("taken"),
+        store("good", "new", "mode", "new", sync=True),
+        store("x", "y", rule=late),
+        store("no", "never", order=given_up),
+        _write_up_to(0, lambda: store("none")),
+        _write_up_to(100, lambda: store("some")),
+    ]
+    return [
+        *came,
+        _path(folder, "good").read_bytes() == row_of(1),
+        [path.read_bytes() == row_of(7) for path in folder.glob("new*")],
+        [stat.S_IMODE(path.stat().st_mode) for path in folder.glob("new*")],
+        sorted(entry.name for entry in folder.iterdir()),
+    ]
+
+
 def _ways(library: Batch, folder: Path) -> list[object]:
     """What the bare functions say of one folder: for the seeded faults below."""
     _make(folder)
-    good = folder / "good"
     try:
-        os.close(os.open(good, os.O_RDONLY | os.O_DIRECT))
+        os.close(os.open(_path(folder, "good"), os.O_RDONLY | os.O_DIRECT))
     except OSError:
         pytest.skip("no direct I/O on this file system")
-    names = [b"good", b"longer", b"shorter", b"mode", b"link", b"old", b"two", b"gone"]
     fd = os.open(folder, os.O_RDONLY)
     try:
-        now = QuickOs().now()
-        rule = Rule.of(ROW, now, QuickOs().clock() + 60, TTL_S, 30.0)
-        late = Rule.of(ROW, now, QuickOs().clock() - 1, TTL_S, 30.0)
-        folders = [fd] * len(names)
-        into = [memoryview(bytearray(ROW)) for _ in names]
-        read = library.read(folders, names, into, False, rule)
-        rows = [memoryview(bytearray(row_of(7)))] * 2
-        wrote = library.write([fd] * 2, [b"good", b"new"], rows, False, True, rule)
-        os.utime(good, (now - 3600, now - 7200))
-        past = ThreadBuffers(ROW, len(names)).get_all()
-        directly = library.read(folders, names[::-1], past, True, rule)
-        again = [memoryview(bytearray(ROW))]
-        used = library.read([fd], [b"good"], again, False, rule)
-        return [
-            library.look(folders, names, rule),
-            library.look(folders, names, late),
-            [which is not None for which in read],
-            bytes(into[0]) == row_of(1),
-            [which is not None for which in directly],
-            bytes(past[-1]) == row_of(1),
-            [which and which.inode == good.stat().st_ino for which in (read[0], *used)],
-            good.stat().st_atime > now - 60 and int(good.stat().st_mtime) == int(now - 7200),
-            wrote,
-            good.read_bytes() == row_of(1),
-            (folder / "new").read_bytes() == row_of(7),
-            library.publish([fd] * 2, [b"new", b"mode"], [b"good", b"named"]),
-            good.read_bytes() == row_of(1),
-            [
-                which is not None
-                for which in library.read([fd] * 2, names[:1] * 2, into[:2], False, late)
-            ],
-            library.write([fd] * 2, [b"x", b"y"], rows, False, False, late),
-            _write_up_to(0, lambda: library.write([fd], [b"none"], rows[:1], False, False, rule)),
-            _write_up_to(100, lambda: library.write([fd], [b"some"], rows[:1], False, False, rule)),
-            sorted(entry.name for entry in folder.iterdir()),
-        ]
+        return _looks_and_reads(library, folder, fd) + _stores(library, folder, fd)
     finally:
         os.close(fd)
 
@@ -116,35 +172,30 @@ def _ways(library: Batch, folder: Path) -> list[object]:
 EXPECTED: list[object] = [
     [PLAIN, *[ASIDE] * 6, ABSENT],
     [PLAIN],
+    [ASIDE],
     [True, *[False] * 7],
     True,
     [*[False] * 7, True],
     True,
     [True, True],
     True,
-    [17, PLAIN],
-    True,
-    True,
-    [17, PLAIN],
-    True,
     [True, False],
+    True,
+    [PART],
+    [STANDS, PLAIN, ASIDE, STANDS],
     [PLAIN, ASIDE],
-    [errno.EFBIG],
-    [ASIDE],
+    [WHOLE, ASIDE],
+    [PART],
+    [PART],
+    True,
+    [True],
+    [0o600],
     sorted(
         [
-            "good",
-            "longer",
-            "shorter",
-            "named",
-            "link",
-            "old",
-            "two",
+            *(f"{name:_<{EACH}}.chunk" for name in ("good", "longer", "shorter", "mode", "link")),
+            *(f"{name:_<{EACH}}.chunk" for name in ("old", "two", "new", "x")),
             "names",
-            "new",
-            "x",
-            "none",
-            "some",
+            *(f".new-{number:x}" for number in (1, 11, 31, 41, 51)),
         ]
     ),
 ]
@@ -155,11 +206,11 @@ SEEDED = (
     ("info->st_size == rule->bytes", "1"),
     ("&& in_ns(&info->st_mtim) >= rule->written_min", ""),
     ("AT_SYMLINK_NOFOLLOW", "0"),
+    ("may_read(fd, rule, seen))\n        return fd", "1)\n        return fd"),
     ("!is_plain(&info, rule) ||", ""),
     ("errno == ENOENT ? ABSENT : ASIDE", "ASIDE"),
     ("        info->st_mtim,\n", "        { .tv_sec = 0 },\n"),
     ("in_ns(&time) > rule->until", "0"),
-    ("RENAME_NOREPLACE", "0"),
     ("seen->inode = info.st_ino;", "seen->inode = 0;"),
     ("(size_t)rule->bytes, 0) == rule->bytes)\n", "(size_t)rule->bytes - 1, 0) > 0)\n"),
     ("read->aio_nbytes = (uint64_t)bytes;", "read->aio_nbytes = 512;"),
@@ -167,8 +218,21 @@ SEEDED = (
     ("read->aio_buf = (uintptr_t)into;", "read->aio_buf = (uintptr_t)into + 4096;"),
     ("read->aio_fildes = (uint32_t)fd;", ""),
     ("            begun++;", "            (void)begun;"),
-    ("return errno;\n    if (taken", "return PLAIN;\n    if (taken"),
-    ("taken != rule->bytes", "0"),
+    ("length > 0 && length < NAME", "1"),
+    ("naming->digits + i * naming->each", "naming->digits"),
+    ("read_some(at, some", "read_some(0, some"),
+    ("open_to_read(folders[i], naming, first + i", "open_to_read(folders[i], naming, i"),
+    ("answers[i] = over ? ASIDE", "answers[i] = 0 ? ASIDE"),
+    ("(is_over(rule) || __atomic", "(0 || __atomic"),
+    ("is_over(rule) || __atomic_load_n(withdrawn, __ATOMIC_ACQUIRE))", "is_over(rule))"),
+    ("    if (__atomic_load_n(withdrawn, __ATOMIC_ACQUIRE))", "    if (0)"),
+    ("(unsigned long long)making->first + (unsigned long long)i", "making->first + 0ull"),
+    ("if (found != ABSENT)", "if (found == PLAIN)"),
+    ("found == PLAIN ? STANDS : ASIDE", "STANDS"),
+    ("0) == rule->bytes\n        &&", "0) != -1\n        &&"),
+    ("close(fd) == 0 && whole", "close(fd) == 0"),
+    ("making->flags, 0600)", "making->flags, 0644)"),
+    ("if (fd < 0)\n        return 0;", "if (fd < 0)\n        return 1;"),
 )
 
 

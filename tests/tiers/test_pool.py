@@ -253,3 +253,17 @@ def test_the_desk_is_bounded() -> None:
     assert len(desk) == 3
     desk.forget("r")
     assert desk.ask(b"x", "r") is None
+
+
+def test_abandoned_work_is_a_withdrawn_order() -> None:
+    for begun in (False, True):
+        ticket = Ticket("tag", lambda ticket: None, 1.0, lambda: 5.0)
+        if begun:
+            assert ticket.begin(0.0) and ticket.more() and ticket.wanted
+            assert ticket.started == 5.0
+        assert ticket.withdrawn.value == 0
+        assert ticket.abandon()
+        assert ticket.withdrawn.value == 1 and not ticket.wanted and not ticket.more()
+    claimed = Ticket("tag", lambda ticket: None, 1.0, lambda: 5.0)
+    assert claimed.begin(0.0) and claimed.claim() and not claimed.abandon()
+    assert claimed.withdrawn.value == 0

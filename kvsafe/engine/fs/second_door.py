@@ -93,13 +93,13 @@ class SealingFsTier(KVSafeFsTier):
         buffers = self._buffers.get_all()
         answers: list[Outcome | None] = []
         for place, buffer in zip(places, buffers, strict=False):
-            if not ticket.renew(self._clock()):
+            if not ticket.more():
                 return []
             with self._row(job.rows[place]) as row:
                 answers.append(self._sealed(job, place, row, buffer, ticket))
         new = [at for at, answer in enumerate(answers) if answer is None]
         names = [job.names[places[at]] for at in new]
-        stored = iter(self._store_rows(names, [buffers[at] for at in new], ticket))
+        stored = iter(self.store.put_all(names, [buffers[at] for at in new], ticket))
         late = Outcome(Answer.LATE)
         return [next(stored, late) if answer is None else answer for answer in answers]
 
@@ -144,12 +144,14 @@ class SealingFsTier(KVSafeFsTier):
         for row, buffer in zip(rows, buffers, strict=True):
             self._seal.give_out(row, buffer)
 
-    def _note(self, job_id: int, place: int, outcome: Outcome) -> None:
-        if outcome.answer is Answer.REFUSED:
-            self._refused[self._jobs[job_id].names[place]] = None
-            if len(self._refused) > _REFUSED_LIMIT:
-                self._refused.popitem(last=False)
-        super()._note(job_id, place, outcome)
+    def _note(self, job_id: int, first: int, outcomes: list[Outcome]) -> None:
+        names = self._jobs[job_id].names
+        for place, outcome in enumerate(outcomes, first):
+            if outcome.answer is Answer.REFUSED:
+                self._refused[names[place]] = None
+        while len(self._refused) > _REFUSED_LIMIT:
+            self._refused.popitem(last=False)
+        super()._note(job_id, first, outcomes)
 
     def _note_object(self, name: OffloadKey, refusal: Refusal, moved: bool) -> None:
         self._seal.counters.refused(refusal, self.tier_type)

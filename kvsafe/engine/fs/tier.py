@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
@@ -46,7 +47,8 @@ from kvsafe.tiers import (
     Pool,
     Ticket,
 )
-from kvsafe.tiers.buffers import ThreadBuffers
+from kvsafe.tiers.buffers import Rows, ThreadBuffers
+from kvsafe.tiers.outcome import DONE
 
 _AT_ONCE = 16
 _AT_ONCE_BYTES = 2 << 20
@@ -129,7 +131,6 @@ class KVSafeFsTier(SecondaryTierManager):
         self._desk = LookupDesk(batch=_LOOKUPS)
         self._seen: queue.SimpleQueue[tuple[list[bytes], list[bool]]] = queue.SimpleQueue()
         self._answers_due = False
-        self._clock = self.store.calls.clock
         threads = int(chosen.get("threads", 32))
         teams = _teams(threads)
         self._pool = Pool([(LOOK,), *teams], self._deadline_s, threads, self.store.calls.clock)
@@ -217,7 +218,7 @@ class KVSafeFsTier(SecondaryTierManager):
             number=given.job_id,
             keys=keys,
             names=[self._name(key) for key in keys],
-            rows=[int(row) for row in given.chunk_ids],
+            rows=np.asarray(given.chunk_ids).tolist(),
             load=lane == LOAD,
             epoch=self._epoch(),
         )
@@ -238,27 +239,17 @@ class KVSafeFsTier(SecondaryTierManager):
         return self._rows[row * self._row_bytes : (row + 1) * self._row_bytes]
 
     def _store_some(self, job: Job, places: range, ticket: Ticket) -> list[Outcome]:
-        names = [job.names[place] for place in places]
-        rows = [self._row(job.rows[place]) for place in places]
-        return self._store_rows(names, rows, ticket)
-
-    def _store_rows(
-        self, names: list[bytes], rows: list[memoryview], ticket: Ticket
-    ) -> list[Outcome]:
-        return self.store.put_all(
-            names,
-            rows,
-            wanted=lambda: ticket.wanted,
-            more=lambda: ticket.renew(self._clock()),
-        )
+        part = slice(places.start, places.stop)
+        rows = Rows(self._rows, self._row_bytes, job.rows[part])
+        return self.store.put_all(job.names[part], rows, ticket)
 
     def _load_some(self, job: Job, places: range, ticket: Ticket) -> list[Outcome]:
         buffers = self._buffers.get_all()[: len(places)]
         names = [job.names[place] for place in places]
-        outcomes = self.store.get_all(names, buffers, more=lambda: ticket.renew(self._clock()))
+        outcomes = self.store.get_all(names, buffers, ticket)
         outcomes = self._judged(job, places[: len(outcomes)], buffers, outcomes)
         filled = [at for at, outcome in enumerate(outcomes) if outcome.good]
-        if not ticket.renew(self._clock()):
+        if not ticket.more():
             return outcomes
         opened = self._opened(job, [places[at] for at in filled], [buffers[at] for at in filled])
         # From the claim to the end no row of it can be given away.
@@ -299,21 +290,26 @@ class KVSafeFsTier(SecondaryTierManager):
             elif isinstance(tag, tuple):
                 job_id, first, count = tag
                 # One outcome for all is the pool's: late, or a fault of our own.
-                outcomes = result if isinstance(result, list) else [result] * count
-                for place, outcome in enumerate(outcomes, first):
-                    self._note(job_id, place, outcome)
+                outcomes: list[Any] = result if isinstance(result, list) else [result] * count
+                self._note(job_id, first, outcomes)
 
-    def _note(self, job_id: int, place: int, outcome: Outcome) -> None:
-        job, last = self._jobs[job_id], self._jobs.note(job_id, place, outcome.good)
-        if outcome.answer is Answer.LATE:
-            self.store.counts[outcome.answer.value] += 1
-        if job.load and not outcome.good:
+    def _note(self, job_id: int, first: int, outcomes: list[Outcome]) -> None:
+        """What has become of rows of a job, from place `first` on."""
+        job, places = self._jobs[job_id], range(first, first + len(outcomes))
+        bad = [] if outcomes.count(DONE) == len(outcomes) else self._bad(first, outcomes)
+        good = [place for place in places if place not in bad] if bad else places
+        if job.load:
             # Else the same request would come for it again and again.
-            self._desk.settle([job.names[place]], False)
-        elif not job.load and outcome.good:
-            self._desk.settle([job.names[place]], True)
-        if last:
+            self._desk.settle([job.names[place] for place in bad], False)
+        else:
+            self._desk.settle([job.names[place] for place in good], True)
+        if self._jobs.note(job_id, len(places), good):
             self._end(job_id)
+
+    def _bad(self, first: int, outcomes: list[Outcome]) -> list[int]:
+        """The places that failed; those that are late are counted."""
+        self.store.counts[Answer.LATE.value] += sum(one.answer is Answer.LATE for one in outcomes)
+        return [place for place, outcome in enumerate(outcomes, first) if not outcome.good]
 
     def _end(self, job_id: int) -> None:
         job = self._jobs.end(job_id)

@@ -212,7 +212,8 @@ class KVSafeLmcacheTier(SecondaryTierManager):
                 self._note(job_id, at, result)
 
     def _note(self, job_id: int, at: int, outcome: Outcome) -> None:
-        job, last = self._jobs[job_id], self._jobs.note(job_id, at, outcome.good)
+        job = self._jobs[job_id]
+        last = self._jobs.note(job_id, 1, [at] if outcome.good else [])
         names = job.names[at]
         if names is not None:
             self._settle(job, job.keys[at], names, outcome)

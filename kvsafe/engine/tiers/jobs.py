@@ -2,7 +2,7 @@
 """Transfers of a tier of ours that are under way: what is open of each, and what vLLM is told."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -48,12 +48,11 @@ class OpenJobs(Generic[Job]):
         """A transfer was submitted. One without keys is ended by whoever submits it."""
         self._jobs[job.number] = job
 
-    def note(self, number: int, place: int, good: bool) -> bool:
-        """What has become of one row; whether it was the last of its job, which is to be ended."""
+    def note(self, number: int, rows: int, good: Iterable[int]) -> bool:
+        """Of so many rows these places succeeded. Whether all of the job, to be ended, is known."""
         job = self._jobs[number]
-        job.open -= 1
-        if good:
-            job.good.add(place)
+        job.open -= rows
+        job.good.update(good)
         return job.open == 0
 
     def end(self, number: int) -> Job:

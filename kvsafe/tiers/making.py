@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New files of one batch on their way: their room, their names, and the end of what has none."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvsafe.tiers.batch import ASIDE, PART, PLAIN, STANDS, WHOLE, Batch, Making, Rule
+from kvsafe.tiers.naming import Names
+from kvsafe.tiers.order import Order
+from kvsafe.tiers.outcome import DONE, PRESENT, Answer, Outcome
+from kvsafe.tiers.storing import Storing
+
+_GIVEN_UP = Outcome(Answer.LATE)
+_OUTCOMES = {PLAIN: DONE, STANDS: PRESENT}
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Files of one batch: which of its names they are for, their open folders, their names."""
+
+    at: Sequence[int]
+    folders: Sequence[int]
+    names: Names
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def some(self, places: Sequence[int]) -> "Files":
+        """Those at these places."""
+        return Files(
+            [self.at[place] for place in places],
+            [self.folders[place] for place in places],
+            self.names.some(places),
+        )
+
+    def of(self, rows: Sequence[memoryview]) -> Sequence[memoryview]:
+        """The rows of these files, of those of the whole batch."""
+        return rows if len(rows) == len(self) else [rows[at] for at in self.at]
+
+
+class Made:
+    """Room is taken for each, then they are made, then what has no name goes again.
+
+    Room is taken only as far as there is some: whoever waits for room with room in his hands
+    waits for others who do the same.
+    """
+
+    def __init__(self, batch: Batch, storing: Storing) -> None:
+        self._batch = batch
+        self._storing = storing
+        self.files: Files | None = None
+        """Those that there is room for."""
+        self._before, self._first = "", 0
+        self._came: list[int] = []
+
+    def begin_in_hand(self, files: Files) -> bool:
+        """Take the room of all, if it was granted before. That of those that stand comes back."""
+        if not self._storing.begin_in_hand(len(files)):
+            return False
+        self._begun(files)
+        return True
+
+    def begin_now(self, files: Files, within_s: float) -> None:
+        """Take room as far as it goes."""
+        taken = self._storing.begin_now(len(files), within_s)
+        if taken:
+            self._begun(files if taken == len(files) else files.some(range(taken)))
+
+    def _begun(self, files: Files) -> None:
+        self.files = files
+        self._came = [ASIDE] * len(files)
+
+    def make(
+        self, rows: Sequence[memoryview], direct: bool, sync: bool, rule: Rule, order: Order
+    ) -> None:
+        """Make them. `rows` are those of the whole batch."""
+        files = self.files
+        if files is None:
+            return
+        self._before, self._first = self._storing.temporaries(len(files))
+        # Until it is told what came of each.
+        self._came = [WHOLE] * len(files)
+        self._came = self._batch.store(
+            files.folders,
+            files.names,
+            files.of(rows),
+            Making(self._before, self._first, direct, sync),
+            rule,
+            order.withdrawn,
+        )
+
+    def end(self) -> None:
+        """Remove what has no name; room is spent, or given back."""
+        files, came = self.files, self._came
+        if files is None:
+            return
+        made = came.count(PLAIN)
+        if made:
+            names = files.names
+            self._storing.spent(
+                made,
+                ((names.buckets[at], names.file(at)) for at in range(len(came)) if not came[at]),
+            )
+        if made == len(came):
+            return
+        self._storing.not_needed(came.count(STANDS) + came.count(ASIDE))
+        for place, how in enumerate(came):
+            if how in (PART, WHOLE):
+                temporary = f"{self._before}{self._first + place:x}"
+                self._storing.undo(files.folders[place], temporary, _GIVEN_UP, how == WHOLE)
+
+    def answer(self, answers: list[Outcome | None]) -> None:
+        """What came of each, None for the long way."""
+        if self.files is None:
+            return
+        if len(self.files) == len(answers) and not any(self._came):
+            answers[:] = [DONE] * len(answers)  # as nearly always
+        else:
+            for at, how in zip(self.files.at, self._came, strict=True):
+                answers[at] = _OUTCOMES.get(how)
