@@ -215,7 +215,8 @@ SEEDED = (
     ("(size_t)rule->bytes, 0) == rule->bytes)\n", "(size_t)rule->bytes - 1, 0) > 0)\n"),
     ("read->aio_nbytes = (uint64_t)bytes;", "read->aio_nbytes = 512;"),
     ("answers[events[i].data] = ", "answers[i] = "),
-    ("read->aio_buf = (uintptr_t)into;", "read->aio_buf = (uintptr_t)into + 4096;"),
+    # Into the buffer before: what lies behind the last one is somebody else's memory.
+    ("read->aio_buf = (uintptr_t)into;", "read->aio_buf = (uintptr_t)into - 4096;"),
     ("read->aio_fildes = (uint32_t)fd;", ""),
     ("            begun++;", "            (void)begun;"),
     ("length > 0 && length < NAME", "1"),
