@@ -102,12 +102,11 @@ class PlainCourse:
         with self._opened(names, make=True) as files:
             if files is None:
                 return answers
-            made = Made(self._batch, storing)
+            made, soon_s = Made(self._batch, storing), max(0.0, min(_SOON_S, self._batch_s / 4))
             try:
-                if not made.begin_in_hand(files):
-                    # There may be none to be had without evicting: not for what is there already.
-                    new = self._standing(files, answers)
-                    made.begin_now(new, max(0.0, min(_SOON_S, self._batch_s / 4)))
+                if not made.begin_granted(files, soon_s):
+                    # Something may have to go: for no more than what is not there already.
+                    made.begin_now(self._standing(files, answers), soon_s)
                 if made.files and order.more():
                     made.make(rows, self._direct, self._sync, self._rule(), order)
             finally:

@@ -53,15 +53,15 @@ class Made:
         self._before, self._first = "", 0
         self._came: list[int] = []
 
-    def begin_in_hand(self, files: Files) -> bool:
-        """Take the room of all, if it was granted before. That of those that stand comes back."""
-        if not self._storing.begin_in_hand(len(files)):
+    def begin_granted(self, files: Files, within_s: float) -> bool:
+        """Take the room of all, if nothing has to go for it. What is there gives it back."""
+        if not self._storing.begin_granted(len(files), within_s):
             return False
         self._begun(files)
         return True
 
     def begin_now(self, files: Files, within_s: float) -> None:
-        """Take room as far as it goes."""
+        """Take room as far as it goes, evicting where there is none."""
         taken = self._storing.begin_now(len(files), within_s)
         if taken:
             self._begun(files if taken == len(files) else files.some(range(taken)))

@@ -20,7 +20,7 @@ from kvsafe.tiers.ledger import Account, Ledger, Limits, free_bytes, whole_pages
 from kvsafe.tiers.outcome import GONE
 
 CANDIDATES = 16384
-_GRANT_BYTES = 32 << 20
+_GRANT_BYTES = 128 << 20
 _GRANT_ROWS = 128
 """At most so much is asked for, and evicted, at once."""
 _ATTEMPTS = 4
@@ -53,6 +53,8 @@ class Room:
         self._asking = threading.Lock()
         self._unspent = 0
         self._in_flight = 0
+        self._more = True
+        """Whether the last grant that was asked for was given: else something has to go first."""
         self._candidates: list[Candidate] = []
         self.evicted: Counter[str] = Counter()
         self.on_gone: Callable[[str], None] | None = None
@@ -93,9 +95,38 @@ class Room:
                 self._asking.release()
         return False
 
-    def take_in_hand(self, amount: int) -> bool:
-        """Reserve `amount` bytes of what was granted already: nobody is asked, nothing evicted."""
-        return self._take_unspent(amount)
+    def take_granted(self, amount: int, within_s: float) -> bool:
+        """Reserve `amount` bytes that were granted, or are now. Nothing is evicted for them.
+
+        Another thread of this process that is asking for the next grant is waited for, `within_s`.
+        Never raises `OSError`.
+        """
+        if self._take_unspent(amount):
+            self._ask_ahead()
+            return True
+        if not self._more or not self._asking.acquire(timeout=within_s):
+            return False
+        try:
+            if self._take_unspent(amount):
+                return True
+            return self._ask(amount) and self._take_unspent(amount)
+        except OSError:
+            return False
+        finally:
+            self._asking.release()
+
+    def _ask_ahead(self) -> None:
+        """Ask for the next grant while half of one is left, so that the others need not wait."""
+        if self._unspent * 2 > self.grant_bytes or not self._more:
+            return
+        if not self._asking.acquire(blocking=False):
+            return
+        try:
+            self._ask(self.grant_bytes)
+        except OSError:
+            self._more = False
+        finally:
+            self._asking.release()
 
     def take_now(self, amount: int, count: int, within_s: float) -> int:
         """How many times `amount`, at most `count`, could be reserved, nearly without waiting.
@@ -144,7 +175,9 @@ class Room:
             if self._ledger.grant(self._lease, want, lambda: self.held, self._limits):
                 with self._lock:
                     self._unspent += want
+                self._more = True
                 return True
+        self._more = False
         return False
 
     def spent(self, amount: int) -> None:

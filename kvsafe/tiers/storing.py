@@ -42,9 +42,9 @@ class Storing:
         """Take the room of rows as far as there is some; of how many. See `Room.take_now`."""
         return self._room.take_now(self._charge, rows, within_s)
 
-    def begin_in_hand(self, rows: int) -> bool:
-        """Take the room of all these rows, if that much was granted already."""
-        return self._room.take_in_hand(self._charge * rows)
+    def begin_granted(self, rows: int, within_s: float) -> bool:
+        """Take the room of all these rows, if nothing has to go for it. See `Room.take_granted`."""
+        return self._room.take_granted(self._charge * rows, within_s)
 
     def temporaries(self, count: int) -> tuple[str, int]:
         """New names to write under. See `Lease.temporaries`."""

@@ -351,8 +351,8 @@ def test_an_account_that_cannot_be_had_costs_its_rows_and_no_more(tmp_path: Path
 @pytest.mark.parametrize("call", ["store", "look"])
 def test_a_fault_of_our_own_leaves_nothing_behind(tmp_path: Path, call: str) -> None:
     with store_at(tmp_path / "s") as store:
-        # Only who has no room in hand looks first.
-        assert call == "store" or store.room._unspent == 0
+        # Where the last grant was refused it is looked first for what is there.
+        store.room._more = call == "store"
         with patch.object(Batch, call, side_effect=MemoryError), pytest.raises(MemoryError):
             store.put_all(_names(), _rows())
         assert store.room._in_flight == 0 and temporaries(tmp_path / "s") == []
@@ -501,12 +501,13 @@ def test_what_is_there_takes_no_room(tmp_path: Path) -> None:
     with store_at(tmp_path / "s") as store:
         assert all(outcome.good for outcome in store.put_all(_names(), _rows()))
         room, held = store.room, store.room.held
-        assert room._unspent >= 3 * ROW  # in hand: taken for all, and given back
+        assert room._unspent >= 3 * ROW  # taken for all, and given back
         again = store.put_all(_names(), _rows())
         assert [outcome.answer for outcome in again] == [Answer.PRESENT] * 3
         assert (room.held, room._in_flight) == (held, 0)
         room.return_unspent()
-        with patch.object(Room, "_ask", side_effect=AssertionError):  # none in hand
+        room._more = False  # the last grant was refused: nothing is asked for, and nothing goes
+        with patch.object(Room, "_ask", side_effect=AssertionError):
             again = store.put_all(_names(), _rows())
         assert [outcome.answer for outcome in again] == [Answer.PRESENT] * 3
 
@@ -587,3 +588,51 @@ def test_a_withdrawn_order_is_heard_within_the_call(tmp_path: Path) -> None:
             assert store.put_all(_names(), _rows(), order) == []
         assert store.look(_names()) == [False] * 3
         assert temporaries(tmp_path / "s") == [] and store.room._in_flight == 0
+
+
+def test_the_next_grant_is_asked_for_before_one_is_used_up(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s", capacity_bytes=2048 * ROW) as store:
+        room, asked = store.room, []
+        ask = Room._ask
+
+        def noted(self: Room, amount: int) -> bool:
+            asked.append(self._unspent)
+            return ask(self, amount)
+
+        grant = room.grant_bytes // ROW
+        assert grant == 32
+        with patch.object(Room, "_ask", noted):
+            taken = sum(room.take_granted(4 * ROW, 0.0) for _ in range(3 * grant // 4))
+        assert taken == 3 * grant // 4
+        # The first was asked for by who had nothing, the others with half of one left.
+        assert asked == [0, *[grant * ROW // 2] * (len(asked) - 1)] and len(asked) > 2
+        room.give_back(3 * grant * ROW)
+
+
+def test_a_grant_that_is_refused_is_not_asked_for_again_and_again(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s", capacity_bytes=640 * ROW) as store:
+        room = store.room
+        assert room.take_granted(4 * ROW, 0.0)
+        with patch.object(Ledger, "grant", return_value=False) as grant:
+            while room.take_granted(ROW, 0.0):
+                pass
+            assert room._unspent == 0 and grant.call_count == 1
+        # The slow way asks anew: others may have gone. Then grants come ahead again.
+        assert room.take_now(ROW, 1, 0.0) == 1 and room.take_granted(ROW, 0.0)
+        room.give_back(room._in_flight)
+
+
+def test_nobody_waits_long_for_a_grant(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        room = store.room
+        with room._asking:
+            assert not room.take_granted(ROW, 0.01)
+        assert room.take_granted(ROW, 0.0)
+        with room._asking:  # asking ahead does not wait for whoever asks
+            room._unspent = ROW
+            assert room.take_granted(ROW, 60.0)
+        with patch.object(Ledger, "grant", side_effect=LedgerBusy(11, "busy")):
+            room._unspent = 2 * ROW
+            assert room.take_granted(ROW, 0.0)  # what was granted can be had all the same
+            assert room.take_granted(ROW, 0.0) and not room.take_granted(ROW, 0.0)
+        room.give_back(room._in_flight)

@@ -125,7 +125,7 @@ KVSAFE_FS_TIER: Final[Mapping[str, Option]] = {
     ),
     "threads": Option(
         "integer",
-        "Threads that write; of up to 16 every other one reads as well, of more 8 or a fourth.",
+        "Threads that write. Half as many read, at most 8 or a fourth; one of those only reads.",
         int_between(1, MAX_THREADS),
         default="`32`",
     ),

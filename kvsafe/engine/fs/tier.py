@@ -52,7 +52,6 @@ from kvsafe.tiers.outcome import DONE
 
 _AT_ONCE = 16
 _AT_ONCE_BYTES = 2 << 20
-_ENOUGH = 4
 _LOADING = 8
 _LOOKUPS = 2048
 _LOOK_S = 0.02
@@ -73,16 +72,15 @@ class RowOpener(Protocol):
 
 
 def _teams(threads: int) -> list[tuple[int, ...]]:
-    """What each thread does. Lookups have one of their own, which never transfers.
+    """What each thread does, beside the one for lookups, which never transfers.
 
-    A thread that stores has one write under way; one that loads has many reads, or large ones, and
-    with more than a few of those it is slower.
+    `threads` of them store, each with one write under way. One that loads has many reads under way,
+    or large ones, and with more than a few of those it is slower. Stores may be slow for many
+    deadlines, so one more thread only loads.
     """
     loading = max(min(-(-threads // 2), _LOADING), threads // 4)
-    teams: list[tuple[int, ...]] = [(LOAD, STORE)] * loading
-    if threads >= _ENOUGH:  # stores may be slow for many deadlines: one thread waits for none
-        teams[0] = (LOAD,)
-    return [*teams, *[(STORE,)] * (threads - loading)]
+    both = loading - 1
+    return [(LOAD,), *[(LOAD, STORE)] * both, *[(STORE,)] * (threads - both)]
 
 
 @dataclass(slots=True, kw_only=True)
