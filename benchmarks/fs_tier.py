@@ -131,7 +131,7 @@ def _sides(root: Path, rows: memoryview, row_bytes: int, sync: str) -> tuple[Sid
         capacity_bytes=64 << 30,
         sync=sync,
     )
-    _make_folders(ours.store)
+    _make_folders(ours.store, root / "theirs")
     spec = SimpleNamespace(
         blocks_per_chunk=1, kv_events_config=SimpleNamespace(enable_kv_cache_events=False)
     )
@@ -145,14 +145,17 @@ def _sides(root: Path, rows: memoryview, row_bytes: int, sync: str) -> tuple[Sid
     return Side(ours), Side(theirs)
 
 
-def _make_folders(store: ChunkStore) -> None:
+def _make_folders(store: ChunkStore, theirs: Path) -> None:
     """The folders that the first stores make, some 50 us each: an older store has them all.
 
-    vLLM's tier makes new ones for nearly every chunk as long as it lives.
+    That is ours, and the upper ones of vLLM's tier, which are as many. What is new in a folder that
+    was not used for a while waits for that folder to be read from the disk. Of its lower ones it
+    makes a new one for nearly every chunk, for as long as it lives.
     """
     for number in range(1 << 12):
         with store.folders.bucket(f"{number:03x}", make=True):
             pass
+        (theirs / f"{number:03x}").mkdir(parents=True)
 
 
 def _drop_cache() -> None:
