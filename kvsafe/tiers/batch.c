@@ -4,10 +4,10 @@
  * once for all of them. Loaded by batch.py through ctypes; needs nothing but the C library.
  *
  * Nothing is decided here. What does not go exactly as it should (a file that is not there, not
- * plain, cut, too old; any error of any call) is answered ASIDE or with its errno, and the caller
- * takes that one file the long way, in Python, where refusals, quarantine and errors are. No byte
- * of a file is looked at. No memory is allocated but the kernel's for a thread's queue of
- * reads, and nothing is waited for but the kernel.
+ * plain, cut, too old; any error of any call) is answered with how much of it there may be, and the
+ * caller removes that and takes this one file the long way, in Python, where refusals, quarantine
+ * and errors are. No byte of a file is looked at. No memory is allocated but the kernel's for a
+ * thread's queue of reads, and nothing is waited for but the kernel.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -24,7 +24,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* What comes of a file: as it should be; to be taken the long way, nothing of it is left here; not
+/* What comes of a file: as it should be; to be taken the long way, and nothing was made of it; not
  * there; there already; its temporary may be there, in part; its temporary was written whole. */
 enum { PLAIN = 0, ASIDE = -1, ABSENT = -2, STANDS = -3, PART = -4, WHOLE = -5 };
 
