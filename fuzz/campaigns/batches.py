@@ -157,6 +157,13 @@ def _all(store: ChunkStore) -> None:
     put_many(store)
 
 
+def _refused(store: ChunkStore) -> None:
+    """Some are there, and the last grant was refused: names are looked at before room is taken."""
+    _some(store)
+    store.room.return_unspent()
+    store.room._more = False
+
+
 def _flaws(store: ChunkStore) -> None:
     """All are there; one may be read by others, one has not been used for long."""
     put_many(store)
@@ -181,6 +188,7 @@ class Operation:
 OPERATIONS = (
     Operation("put", lambda store: None, put_many),
     Operation("put where some are there", _some, put_many, (BYSTANDER, *MANY[::2])),
+    Operation("put without a grant", _refused, put_many, (BYSTANDER, *MANY[::2])),
     Operation("get", _all, get_many, (BYSTANDER, *MANY)),
     Operation("get where some are flawed", _flaws, get_many, (BYSTANDER, MANY[0], *MANY[2:])),
     Operation("look", _some, look_at_many, (BYSTANDER, *MANY[::2])),
