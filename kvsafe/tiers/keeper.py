@@ -11,7 +11,7 @@ import stat
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvsafe.tiers.calls import Os
@@ -67,6 +67,7 @@ class Keeper:
         self._done = threading.Condition()
         self._wanted = True
         self._failed = False
+        self._asked = False
         self._last_look = self._last_count = float("-inf")
         self._thread = threading.Thread(target=self._run, name="kvsafe-fs-keeper", daemon=True)
 
@@ -77,6 +78,11 @@ class Keeper:
     def want_count(self) -> None:
         """Ask for a count soon: the account is not known, or candidates run out."""
         self._wanted, self._failed = True, False
+        self._asked = True
+        self._wake.set()
+
+    def ask_ahead(self) -> None:
+        """Get room for the stores to come, now. Never waits."""
         self._wake.set()
 
     def recount(self) -> None:
@@ -108,10 +114,15 @@ class Keeper:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        due = float("-inf")
         while not self._stop:
             self._wake.clear()
-            self.tick()
-            self._wake.wait(self._pause())
+            self._try(self._ask_ahead)
+            if self._asked or self._calls.clock() >= due:
+                self._asked = False
+                self.tick()
+                due = self._calls.clock() + self._pause()
+            self._wake.wait(max(0.0, due - self._calls.clock()))
 
     def _pause(self) -> float:
         """Seconds to the next tick; less where a count is asked for and only had to wait."""
@@ -123,11 +134,18 @@ class Keeper:
     def tick(self) -> None:
         """One round. A failed part is counted and tried again next time."""
         for part in (self._look_for_dead, self._mark_used, self._count, self._relieve):
-            try:
-                if not self._stop:
-                    part()
-            except (OSError, ValueError) as exc:
-                self.errors[f"{part.__name__}: {type(exc).__name__}"] += 1
+            self._try(part)
+
+    def _try(self, part: Callable[[], None]) -> None:
+        try:
+            if not self._stop:
+                part()
+        except (OSError, ValueError) as exc:
+            self.errors[f"{part.__name__}: {type(exc).__name__}"] += 1
+
+    def _ask_ahead(self) -> None:
+        if self.room is not None:
+            self.room.ask_ahead()
 
     def _look_for_dead(self) -> None:
         """Whether a writer has ended without a word: then count, which removes what it left."""

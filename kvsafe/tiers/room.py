@@ -23,6 +23,7 @@ CANDIDATES = 16384
 _GRANT_BYTES = 128 << 20
 _GRANT_ROWS = 128
 """At most so much is asked for, and evicted, at once."""
+_MANY_ROWS = 8
 _ATTEMPTS = 4
 _WAIT_S = 5.0
 _LATER_NS = 1_000_000
@@ -54,9 +55,12 @@ class Room:
         self._unspent = 0
         self._in_flight = 0
         self._more = True
-        """Whether the last grant that was asked for was given: else something has to go first."""
+        """Whether the last grant was given: else something has to go first."""
+        self._ahead = False
+        """Whether there was a grant since one was last asked for ahead."""
         self._candidates: list[Candidate] = []
         self.evicted: Counter[str] = Counter()
+        self.on_low: Callable[[], None] = lambda: None
         self.on_gone: Callable[[str], None] | None = None
         rows = limits.capacity // (64 * whole_pages(folders.row_bytes))
         rows = max(1, min(rows, _GRANT_ROWS, _GRANT_BYTES // whole_pages(folders.row_bytes)))
@@ -102,29 +106,38 @@ class Room:
         Never raises `OSError`.
         """
         if self._take_unspent(amount):
-            self._ask_ahead()
+            if self._is_low:
+                self.on_low()
             return True
-        if not self._more or not self._asking.acquire(timeout=within_s):
+        if not self._asking.acquire(timeout=within_s):
             return False
         try:
             if self._take_unspent(amount):
                 return True
-            return self._ask(amount) and self._take_unspent(amount)
+            return self._more and self._ask(amount) and self._take_unspent(amount)
         except OSError:
             return False
         finally:
             self._asking.release()
 
-    def _ask_ahead(self) -> None:
-        """Ask for the next grant while half of one is left, so that the others need not wait."""
-        if self._unspent * 2 > self.grant_bytes or not self._more:
+    @property
+    def _is_low(self) -> bool:
+        """Whether half of a grant is left, and it has use to ask for the next one."""
+        return self._ahead and self._unspent * 2 <= self.grant_bytes
+
+    def ask_ahead(self) -> None:
+        """Get the next grant, in the background, so that no store has to wait for it.
+
+        Where a grant is many rows, so that few chunks go early, it evicts for it. Raises `OSError`.
+        """
+        if not self._is_low or not self._asking.acquire(blocking=False):
             return
-        if not self._asking.acquire(blocking=False):
-            return
+        self._ahead = False
         try:
-            self._ask(self.grant_bytes)
-        except OSError:
-            self._more = False
+            if self._ask(self.grant_bytes):
+                return
+            if self.grant_bytes >= _MANY_ROWS * whole_pages(self._folders.row_bytes):
+                _ = self.evict(self.grant_bytes) and self._ask(self.grant_bytes)
         finally:
             self._asking.release()
 
@@ -175,7 +188,7 @@ class Room:
             if self._ledger.grant(self._lease, want, lambda: self.held, self._limits):
                 with self._lock:
                     self._unspent += want
-                self._more = True
+                self._more = self._ahead = True
                 return True
         self._more = False
         return False

@@ -79,6 +79,7 @@ class ChunkStore:
         limits = Limits(setting.capacity_bytes, setting.reserve_bytes)
         self.room = Room(calls, folders, ledger, self.lease, limits, self.keeper.recount)
         self.keeper.room = self.room
+        self.room.on_low = self.keeper.ask_ahead
         writer = Writer(calls, folders, setting.sync, self.direct)
         self._reader = Reader(calls, folders, self.direct)
         self._charge = whole_pages(setting.row_bytes)
