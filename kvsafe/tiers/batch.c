@@ -68,7 +68,7 @@ struct making {
 /* What batch.py believes; it loads nothing else: another number for another meaning of this file,
  * then sizes. */
 EXPORT const int32_t kvsafe_batch_sizes[5] = {
-    2, sizeof(struct rule), sizeof(struct seen), sizeof(struct naming), sizeof(struct making),
+    3, sizeof(struct rule), sizeof(struct seen), sizeof(struct naming), sizeof(struct making),
 };
 
 /* The nearest that 64 bits hold: a file may tell any time. */
@@ -277,10 +277,17 @@ static int write_new(int folder, const char *temporary, const char *row,
     return close(fd) == 0 && whole;
 }
 
+/* From the moment that an order is withdrawn on, its rows may be other chunks'. */
+static int is_withdrawn(const int32_t *withdrawn)
+{
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* after all that was read of the row */
+    return __atomic_load_n(withdrawn, __ATOMIC_SEQ_CST);
+}
+
 /* PLAIN: it has its name now, and has replaced nothing. */
 static int32_t store_one(int64_t i, int folder, const struct naming *naming, const char *row,
                          const struct making *making, const struct rule *rule,
-                         const int32_t *withdrawn)
+                         const int32_t *withdrawn, int32_t *answer)
 {
     char name[NAME], temporary[NAME];
     int length = snprintf(temporary, NAME, "%s%llx", making->temporary,
@@ -290,24 +297,25 @@ static int32_t store_one(int64_t i, int folder, const struct naming *naming, con
     int32_t found = look_at(folder, name, rule);
     if (found != ABSENT)
         return found == PLAIN ? STANDS : ASIDE;
+    *answer = WHOLE; /* as far as anybody knows who does not hear the end of it */
     if (!write_new(folder, temporary, row, making, rule))
         return PART;
-    /* From the moment that it is withdrawn on, the row may be another chunk's. */
-    if (__atomic_load_n(withdrawn, __ATOMIC_ACQUIRE))
+    if (is_withdrawn(withdrawn))
         return WHOLE;
     return renameat2(folder, temporary, folder, name, RENAME_NOREPLACE) == 0 ? PLAIN : WHOLE;
 }
 
 /* Make new files from rows of `rule->bytes`, each under a temporary name first. Per file: PLAIN,
- * STANDS, ASIDE, PART or WHOLE. Nothing is begun, and nothing gets its name, once `withdrawn`. */
+ * STANDS, ASIDE (as they all are to begin with), PART or WHOLE. Nothing is begun, and nothing gets its name, once `withdrawn`. */
 EXPORT void kvsafe_store(int64_t count, const int *folders, const struct naming *naming,
                          const char *const *rows, const struct making *making,
                          const struct rule *rule, const int32_t *withdrawn, int32_t *answers)
 {
     for (int64_t i = 0; i < count; i++) {
-        int over = i > 0 && (is_over(rule) || __atomic_load_n(withdrawn, __ATOMIC_ACQUIRE));
-        answers[i] = over ? ASIDE
-            : store_one(i, folders[i], naming, rows[i], making, rule, withdrawn);
+        if (i > 0 && (is_over(rule) || is_withdrawn(withdrawn)))
+            return;
+        answers[i] = store_one(i, folders[i], naming, rows[i], making, rule, withdrawn,
+                               &answers[i]);
     }
 }
 

@@ -32,7 +32,7 @@ PART = -4
 WHOLE = -5
 """Its temporary was written whole, but it has no name, or is said to have none."""
 
-MEANING = 2
+MEANING = 3
 """Of `batch.c`: another number whenever it does something else with the same structures."""
 _NEVER = -(1 << 63)
 _MOST_S = 9e9
@@ -89,6 +89,14 @@ class Making:
     sync: bool
 
 
+Came = ctypes.Array[ctypes.c_int32]
+
+
+def nothing_made(count: int) -> Came:
+    """Before any file of a batch was begun."""
+    return (ctypes.c_int32 * count)(*[ASIDE] * count)
+
+
 class _Naming(ctypes.Structure):
     _fields_ = (
         ("digits", ctypes.c_char_p),
@@ -130,7 +138,7 @@ class Batch:
 
     def look(self, folders: Sequence[int], names: Names, rule: Rule) -> list[int]:
         """Per name PLAIN, ABSENT or ASIDE, for as many of them as there was time for."""
-        count = _same_length(names, folders)
+        count = same_length(names, folders)
         answers = (ctypes.c_int32 * count)()
         done = self._library.kvsafe_look(
             ctypes.c_int64(count),
@@ -153,7 +161,7 @@ class Batch:
 
         `direct`: past the page cache, if they all begin on a page. So with `store`.
         """
-        count = _same_length(names, folders, buffers)
+        count = same_length(names, folders, buffers)
         check_lengths(buffers, rule.bytes)
         answers, seen = (ctypes.c_int32 * count)(), (_Seen * count)()
         held = _Places(buffers)
@@ -180,15 +188,16 @@ class Batch:
         making: Making,
         rule: Rule,
         withdrawn: ctypes.c_int32,
-    ) -> list[int]:
-        """Make new files of rows of `rule.bytes`, never replacing. Per file what came of it.
+        came: Came,
+    ) -> None:
+        """Make new files of rows of `rule.bytes`, never replacing.
 
-        PLAIN for those that were stored, STANDS, ASIDE, PART or WHOLE. `withdrawn` may be set
-        meanwhile: after that no file is begun, and none gets its name.
+        `came`, from `nothing_made`, tells at any moment what came of each file: PLAIN for those
+        that were stored, STANDS, ASIDE, PART or WHOLE. `withdrawn` may be set meanwhile: after that
+        no file is begun, and none gets its name.
         """
-        count = _same_length(names, folders, rows)
+        count = same_length(names, folders, rows, came)
         check_lengths(rows, rule.bytes)
-        answers = (ctypes.c_int32 * count)()
         held = _Places(rows)
         made = _Making(
             making.before.encode(), making.first, _MAKE | held.direct_flag(making.direct),
@@ -202,15 +211,14 @@ class Batch:
             ctypes.byref(made),
             ctypes.byref(rule),
             ctypes.byref(withdrawn),
-            answers,
+            came,
         )
-        return answers[:]
 
     def copy(self, targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
         """Copy each to each; all of one length, writable, and none over another."""
         if not targets:
             return
-        count = _same_length(targets, sources)
+        count = same_length(targets, sources)
         length = targets[0].nbytes
         check_lengths(targets, length)
         check_lengths(sources, length)
@@ -225,7 +233,7 @@ def _ns(seconds: float) -> int:
     return int(max(-_MOST_S, min(_MOST_S, seconds)) * 1e9)
 
 
-def _same_length(first: Sized, *others: Sized) -> int:
+def same_length(first: Sized, *others: Sized) -> int:
     """How many files: C reads that many of each. Raises `ValueError` for our own misuse."""
     for other in others:
         if len(other) != len(first):

@@ -80,7 +80,7 @@ class PlainCourse:
         """Fill buffers of one row each; per name the file it was, None for the long way."""
         answers: list[FileId | None] = [None] * len(names)
         with self._opened(names) as files:
-            if files is None:
+            if not files:
                 return answers
             seen = self._batch.read(
                 files.folders, files.names, files.of(into), self._direct, self._rule()
@@ -100,7 +100,7 @@ class PlainCourse:
         check_lengths(rows, self._folders.row_bytes)
         answers: list[Outcome | None] = [None] * len(names)
         with self._opened(names, make=True) as files:
-            if files is None:
+            if not files:
                 return answers
             made, soon_s = Made(self._batch, storing), max(0.0, min(_SOON_S, self._batch_s / 4))
             try:

@@ -140,7 +140,7 @@ class Keeper:
         try:
             if not self._stop:
                 part()
-        except (OSError, ValueError) as exc:
+        except Exception as exc:  # also a fault of our own: without rounds the store ends
             self.errors[f"{part.__name__}: {type(exc).__name__}"] += 1
 
     def _ask_ahead(self) -> None:

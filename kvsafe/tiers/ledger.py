@@ -89,13 +89,20 @@ class Ledger:
         """The account as it is, unlocked: for numbers on a page, and for `epoch`."""
         return self._read()
 
-    def grant(self, lease: Lease, want: int, unspent: Callable[[], int], limits: "Limits") -> bool:
+    def grant(
+        self,
+        lease: Lease,
+        want: int,
+        unspent: Callable[[], int],
+        limits: "Limits",
+        within_s: float | None = None,
+    ) -> bool:
         """Charge `want` bytes if they fit under the capacity and above the reserve.
 
-        `unspent` tells what the writer may still write; it is asked inside the lock. Raises
-        `OSError`.
+        `unspent` tells what the writer may still write; it is asked inside the lock, which is
+        waited for `within_s` (None: as it is set). Raises `OSError`.
         """
-        with self._locked() as account:
+        with self._locked(within_s) as account:
             others = account.held - min(account.held, lease.held)
             own = unspent() + want
             if not account.known or account.charged + want > limits.capacity:
@@ -144,11 +151,12 @@ class Ledger:
             return account
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[Account]:
-        if not self._mutex.acquire(timeout=self._wait_s):
+    def _locked(self, within_s: float | None = None) -> Iterator[Account]:
+        wait_s = self._wait_s if within_s is None else min(within_s, self._wait_s)
+        if not self._mutex.acquire(timeout=wait_s):
             raise LedgerBusy("another thread holds the ledger")
         try:
-            self._lock_file()
+            self._lock_file(wait_s)
             try:
                 account = self._read()
                 yield account
@@ -159,12 +167,12 @@ class Ledger:
         finally:
             self._mutex.release()
 
-    def _lock_file(self) -> None:
+    def _lock_file(self, wait_s: float) -> None:
         if self._fd < 0:
             if self._joined:
                 raise LedgerBusy("the ledger is closed")
             self._fd = self._calls.open(self._folders.root, "ledger", os.O_CREAT | os.O_RDWR)
-        deadline = self._calls.clock() + self._wait_s
+        deadline = self._calls.clock() + wait_s
         while True:
             try:
                 self._calls.flock(self._fd, fcntl.LOCK_EX)

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvsafe.tiers.batch import ASIDE, PART, PLAIN, STANDS, WHOLE, Batch, Making, Rule
+from kvsafe.tiers.batch import ASIDE, PART, PLAIN, STANDS, WHOLE, Batch, Making, Rule, nothing_made
 from kvsafe.tiers.naming import Names
 from kvsafe.tiers.order import Order
 from kvsafe.tiers.outcome import DONE, PRESENT, Answer, Outcome
@@ -50,25 +50,24 @@ class Made:
         self._storing = storing
         self.files: Files | None = None
         """Those that there is room for."""
+        self._taken = 0
         self._before, self._first = "", 0
         self._came: list[int] = []
 
     def begin_granted(self, files: Files, within_s: float) -> bool:
         """Take the room of all, if nothing has to go for it. What is there gives it back."""
+        came = [ASIDE] * len(files)
         if not self._storing.begin_granted(len(files), within_s):
             return False
-        self._begun(files)
+        self._taken, self.files, self._came = len(files), files, came
         return True
 
     def begin_now(self, files: Files, within_s: float) -> None:
         """Take room as far as it goes, evicting where there is none."""
-        taken = self._storing.begin_now(len(files), within_s)
-        if taken:
-            self._begun(files if taken == len(files) else files.some(range(taken)))
-
-    def _begun(self, files: Files) -> None:
-        self.files = files
-        self._came = [ASIDE] * len(files)
+        self._taken = self._storing.begin_now(len(files), within_s)
+        self._came = [ASIDE] * self._taken
+        if self._taken:
+            self.files = files.some(range(self._taken))
 
     def make(
         self, rows: Sequence[memoryview], direct: bool, sync: bool, rule: Rule, order: Order
@@ -78,21 +77,25 @@ class Made:
         if files is None:
             return
         self._before, self._first = self._storing.temporaries(len(files))
-        # Until it is told what came of each.
-        self._came = [WHOLE] * len(files)
-        self._came = self._batch.store(
-            files.folders,
-            files.names,
-            files.of(rows),
-            Making(self._before, self._first, direct, sync),
-            rule,
-            order.withdrawn,
-        )
+        came = nothing_made(len(files))
+        try:
+            self._batch.store(
+                files.folders,
+                files.names,
+                files.of(rows),
+                Making(self._before, self._first, direct, sync),
+                rule,
+                order.withdrawn,
+                came,
+            )
+        finally:
+            self._came = came[:]
 
     def end(self) -> None:
         """Remove what has no name; room is spent, or given back."""
         files, came = self.files, self._came
         if files is None:
+            self._storing.not_needed(self._taken)
             return
         made = came.count(PLAIN)
         if made:

@@ -102,20 +102,19 @@ class Room:
     def take_granted(self, amount: int, within_s: float) -> bool:
         """Reserve `amount` bytes that were granted, or are now. Nothing is evicted for them.
 
-        Another thread of this process that is asking for the next grant is waited for, `within_s`.
-        Never raises `OSError`.
+        Another thread of this process that is asking for the next grant is waited for `within_s`,
+        and whoever else holds the ledger. Never raises `OSError`.
         """
         if self._take_unspent(amount):
-            if self._is_low:
-                self.on_low()
             return True
         if not self._asking.acquire(timeout=within_s):
             return False
         try:
             if self._take_unspent(amount):
                 return True
-            return self._more and self._ask(amount) and self._take_unspent(amount)
+            return self._more and self._ask(amount, within_s) and self._take_unspent(amount)
         except OSError:
+            self._more = False  # as far as is known
             return False
         finally:
             self._asking.release()
@@ -144,8 +143,9 @@ class Room:
     def take_now(self, amount: int, count: int, within_s: float) -> int:
         """How many times `amount`, at most `count`, could be reserved, nearly without waiting.
 
-        Not for a count, and for another thread of this process only with nothing in hand, for
-        `within_s`: it is asking for the next grant then. Never raises `OSError`.
+        Not for a count, and for others only with nothing in hand, for `within_s`: another thread of
+        this process, which is asking for the next grant then, or who holds the ledger. Never raises
+        `OSError`.
         """
         taken = self._take_unspent_some(amount, count)
         try:
@@ -163,7 +163,9 @@ class Room:
         try:
             if self._take_unspent(amount):
                 return True
-            granted = self._ask(amount) or (self.evict(self._wanted(amount)) and self._ask(amount))
+            granted = self._ask(amount, within_s) or (
+                self.evict(self._wanted(amount)) and self._ask(amount, within_s)
+            )
             return granted and self._take_unspent(amount)
         except OSError:
             return False
@@ -183,9 +185,9 @@ class Room:
     def _wanted(self, amount: int) -> int:
         return max(amount, self.grant_bytes)
 
-    def _ask(self, amount: int) -> bool:
+    def _ask(self, amount: int, within_s: float | None = None) -> bool:
         for want in sorted({self._wanted(amount), amount}, reverse=True):
-            if self._ledger.grant(self._lease, want, lambda: self.held, self._limits):
+            if self._ledger.grant(self._lease, want, lambda: self.held, self._limits, within_s):
                 with self._lock:
                     self._unspent += want
                 self._more = self._ahead = True
@@ -194,9 +196,11 @@ class Room:
         return False
 
     def spent(self, amount: int) -> None:
-        """The reserved bytes are in a published file now."""
+        """The reserved bytes are in a published file now. More is likely to come."""
         with self._lock:
             self._in_flight -= amount
+        if self._is_low:
+            self.on_low()
 
     def give_back(self, amount: int) -> None:
         """The reserved bytes were not used, and nothing of them is on the disk."""

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from kvsafe.tiers.batch import Batch
+from kvsafe.tiers.batch import Batch, same_length
 from kvsafe.tiers.buffers import copy
 from kvsafe.tiers.calls import Os, QuickOs
 from kvsafe.tiers.chunkfile import DIRECT_ALIGN, Reader, Truncated, Writer
@@ -153,7 +153,7 @@ class ChunkStore:
         Once the order is withdrawn the rest is left, and the list is shorter.
         """
         order = order or Order()
-        answers: list[Outcome | None] = [None] * len(names)
+        answers: list[Outcome | None] = [None] * same_length(names, rows)
         if self._course is not None:
             answers = self._course.store(names, rows, self._storing, order)
         return self._complete(answers, order, lambda at: self.put(names[at], rows[at], order))
@@ -205,14 +205,11 @@ class ChunkStore:
         return self._counted(DONE)
 
     def get_all(
-        self,
-        names: list[bytes],
-        into: list[memoryview],
-        order: Order | None = None,
+        self, names: list[bytes], into: list[memoryview], order: Order | None = None
     ) -> list[Outcome]:
         """`get` of several rows, together as far as all goes well. As `put_all` otherwise."""
         order = order or Order()
-        answers: list[Outcome | None] = [None] * len(names)
+        answers: list[Outcome | None] = [None] * same_length(names, into)
         if self._course is not None:
             seen = self._course.read(names, into)
             read = {name: file for name, file in zip(names, seen, strict=True) if file is not None}

@@ -3,26 +3,29 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from kvsafe.native import SUFFIXES
-from kvsafe.tiers import Answer, ChunkStore, batch, course, folders
-from kvsafe.tiers.batch import Batch, Making, Rule
+from kvsafe.tiers import Answer, ChunkStore, batch, course, folders, making
+from kvsafe.tiers.batch import Batch, Making, Rule, nothing_made
 from kvsafe.tiers.buffers import Rows
 from kvsafe.tiers.calls import QuickOs
 from kvsafe.tiers.ledger import Ledger, LedgerBusy
+from kvsafe.tiers.making import Files
 from kvsafe.tiers.naming import Names
 from kvsafe.tiers.order import Order
 from kvsafe.tiers.room import Room
@@ -280,10 +283,10 @@ def test_whoever_has_no_room_waits_for_who_is_asking(tmp_path: Path) -> None:
         room, asking, go = store.room, threading.Event(), threading.Event()
         ask = Room._ask
 
-        def slow(self: Room, amount: int) -> bool:
+        def slow(self: Room, *args: Any) -> bool:
             asking.set()
             assert go.wait(60)
-            return ask(self, amount)
+            return ask(self, *args)
 
         with patch.object(Room, "_ask", slow):
             first = pool.submit(room.take_now, ROW, 3, 60.0)
@@ -474,16 +477,20 @@ def test_our_own_misuse_raises(tmp_path: Path) -> None:
     row, short = memoryview(bytearray(ROW)), memoryview(bytearray(ROW - 1))
     one, two = Names.of([b"a"]), Names.of([b"a", b"b"])
     assert one is not None and two is not None
-    making = Making(".x", 1, direct=False, sync=False)
+    how = Making(".x", 1, direct=False, sync=False)
+    came, both = nothing_made(1), nothing_made(2)
     rows = Rows(memoryview(bytearray(2 * ROW)), ROW, [1, 0])
     for wrong in (
         lambda: LIBRARY.read([0], one, [short], False, rule),
         lambda: LIBRARY.read([0], two, [row], False, rule),
         lambda: LIBRARY.read([0], one, [row, row], False, rule),
-        lambda: LIBRARY.store([0], one, [short], making, rule, flag),
-        lambda: LIBRARY.store([0, 0], one, [row, row], making, rule, flag),
-        lambda: LIBRARY.store([0, 0], two, Rows(rows.memory, ROW - 1, [0, 1]), making, rule, flag),
-        lambda: LIBRARY.store([0], one, rows, making, rule, flag),
+        lambda: LIBRARY.store([0], one, [short], how, rule, flag, came),
+        lambda: LIBRARY.store([0, 0], one, [row, row], how, rule, flag, came),
+        lambda: LIBRARY.store(
+            [0, 0], two, Rows(rows.memory, ROW - 1, [0, 1]), how, rule, flag, both
+        ),
+        lambda: LIBRARY.store([0], one, rows, how, rule, flag, came),
+        lambda: LIBRARY.store([0], one, [row], how, rule, flag, both),
         lambda: LIBRARY.look([], one, rule),
         lambda: LIBRARY.look([0, 0], Names("61", 2, ["0", "0"]), rule),
         lambda: LIBRARY.copy([row], [short]),
@@ -581,9 +588,9 @@ def test_a_withdrawn_order_is_heard_within_the_call(tmp_path: Path) -> None:
         put(store, 9)  # so that there is room in hand
         order, made = Order(), Batch.store
 
-        def withdrawn(self: Batch, *args: object) -> list[int]:
+        def withdrawn(self: Batch, *args: Any) -> None:
             order.withdraw()
-            return made(self, *args)  # type: ignore[arg-type]
+            made(self, *args)
 
         with patch.object(Batch, "store", withdrawn):
             assert store.put_all(_names(), _rows(), order) == []
@@ -676,3 +683,126 @@ def test_nobody_waits_long_for_a_grant(tmp_path: Path) -> None:
             assert room.take_granted(ROW, 0.0)  # what was granted can be had all the same
             assert room.take_granted(ROW, 0.0) and not room.take_granted(ROW, 0.0)
         room.give_back(room._in_flight)
+
+
+def test_a_batch_none_of_whose_folders_can_be_had_goes_one_by_one(tmp_path: Path) -> None:
+    with _both(tmp_path) as both:
+        seen = []
+        for store in both:
+            root = Path(store.setting.root)
+            for name in _names()[:2]:
+                # A plain file where the folder should be.
+                (root / "objects" / store.folders.place(name)[0]).write_bytes(b"")
+            stored = store.put_all(_names()[:2], _rows()[:2])
+            into = [memoryview(bytearray(ROW)) for _ in range(2)]
+            loaded = store.get_all(_names()[:2], into)
+            seen.append((stored, loaded, dict(store.counts)))
+            assert store.room._in_flight == 0
+        assert seen[0] == seen[1]
+        assert not any(outcome.good for outcomes in seen[0][:2] for outcome in outcomes)
+
+
+def test_a_batch_whose_folders_are_too_many_goes_one_by_one(tmp_path: Path) -> None:
+    def none(self: folders.Folders, keys: list[str], make: bool) -> list[None]:
+        return [None] * len(keys)
+
+    with store_at(tmp_path / "s") as store, patch.object(folders.Folders, "take_all", none):
+        assert [o.answer for o in store.put_all(_names(), _rows())] == [Answer.DONE] * 3
+        into = [memoryview(bytearray(ROW)) for _ in range(3)]
+        assert all(outcome.good for outcome in store.get_all(_names(), into))
+
+
+def test_nothing_goes_ahead_of_time_for_what_is_there(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s", capacity_bytes=640 * ROW) as store:
+        room, row = store.room, memoryview(bytearray(ROW))
+        assert room.grant_bytes == 10 * ROW
+        number = 0
+        while number < 600 or room._unspent > 3 * ROW:
+            assert put(store, number).good
+            number += 1
+            _until(lambda: not room._is_low)
+        gone = room.evicted["chunk"]
+        room._ahead = True
+        names = [name_of(one) for one in (number - 1, number - 2)]
+        for _ in range(20):
+            outcomes = store.put_all(names, [row, row])
+            assert [outcome.answer for outcome in outcomes] == [Answer.PRESENT] * 2
+        store.keeper.tick()
+        assert room.evicted["chunk"] == gone and room._ahead
+        # The positive control: a new one has the next grant made.
+        assert put(store, number).answer is Answer.DONE
+        _until(lambda: not room._is_low)
+        assert room.evicted["chunk"] > gone
+
+
+def test_who_holds_the_ledger_holds_up_nobody_with_room_in_hand(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s", lock_wait_s=60.0) as store:
+        room = store.room
+        assert put(store, GOOD).good
+        room._unspent = 8 * ROW
+        other = os.open(tmp_path / "s" / "ledger", os.O_RDWR)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            start = time.monotonic()
+            assert not room.take_granted(16 * ROW, 0.01)
+            assert room.take_now(ROW, 16, 0.01) == 8
+            assert not room.take_granted(16 * ROW, 60.0)  # not asked for again
+            assert time.monotonic() - start < 30.0
+        finally:
+            os.close(other)
+        room.give_back(8 * ROW)
+        assert room.take_now(ROW, 16, 60.0) == 16
+        room.give_back(16 * ROW)
+
+
+def test_a_fault_before_the_call_costs_no_room(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        assert put(store, GOOD).good
+        held = store.room.held
+        for _ in range(3):
+            with pytest.raises(TypeError):  # C is given no memory that may not be written
+                store.put_all(_names(), [memoryview(bytes(ROW))] * 3)
+        assert (store.room.held, store.room._in_flight) == (held, 0)
+        with patch.object(making.Made, "answer", side_effect=MemoryError), suppress(MemoryError):
+            store.put_all(_names(), _rows())  # and one after it: what is stored is spent
+        assert store.room._in_flight == 0
+        assert store.look(_names()) == [True] * 3
+
+
+@pytest.mark.parametrize("call", ["begin_granted", "begin_now"])
+def test_room_that_was_taken_is_not_lost_to_a_fault(tmp_path: Path, call: str) -> None:
+    with store_at(tmp_path / "s") as store:
+        store.room._more = call == "begin_granted"
+        some, calls = Files.some, Counter[str]()
+
+        def failing(self: Files, places: Sequence[int]) -> Files:
+            calls["some"] += 1
+            if calls["some"] == 2:  # the first is for those that are not there
+                raise MemoryError
+            return some(self, places)
+
+        unmade = patch.object(making, "nothing_made", side_effect=MemoryError)
+        fault = unmade if call == "begin_granted" else patch.object(Files, "some", failing)
+        with fault, pytest.raises(MemoryError):
+            store.put_all(_names(), _rows())
+        assert store.room._in_flight == 0
+
+
+def test_rows_and_names_have_to_be_as_many(tmp_path: Path) -> None:
+    with _both(tmp_path) as both:
+        for store in both:
+            for call in (store.put_all, store.get_all):
+                for rows in (_rows()[:2], [*_rows(), *_rows()]):
+                    with pytest.raises(ValueError, match="entries"):
+                        call(_names(), rows)
+            assert store.look(_names()) == [False] * 3
+
+
+def test_housekeeping_outlives_a_fault_of_our_own(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        with patch.object(Room, "ask_ahead", side_effect=MemoryError):
+            store.keeper.ask_ahead()
+            _until(lambda: store.keeper.errors["_ask_ahead: MemoryError"] > 0)
+        counts = store.keeper.counts
+        store.keeper.want_count()
+        assert store.keeper.wait_counted(counts + 1)

@@ -29,6 +29,7 @@ from kvsafe.tiers.batch import (
     Batch,
     Making,
     Rule,
+    nothing_made,
 )  # fmt: skip
 from kvsafe.tiers.buffers import ThreadBuffers
 from kvsafe.tiers.calls import QuickOs
@@ -133,8 +134,10 @@ def _stores(library: Batch, folder: Path, fd: int) -> list[object]:
         *names: str, rule: Rule = rule, order: Order = order, sync: bool = False
     ) -> list[int]:
         making = Making(".new-", next(number), direct=False, sync=sync)
-        rows = [row] * len(names)
-        return library.store([fd] * len(names), _names(*names), rows, making, rule, order.withdrawn)
+        rows, came = [row] * len(names), nothing_made(len(names))
+        folders = [fd] * len(names)
+        library.store(folders, _names(*names), rows, making, rule, order.withdrawn, came)
+        return came[:]
 
     for name in (".new-1", ".new-b"):  # the second is of one that need not be made
         (folder / name).write_bytes(b"in the way")
@@ -217,16 +220,17 @@ SEEDED = (
     ("answers[events[i].data] = ", "answers[i] = "),
     # Into the buffer before: what lies behind the last one is somebody else's memory.
     ("read->aio_buf = (uintptr_t)into;", "read->aio_buf = (uintptr_t)into - 4096;"),
-    ("read->aio_fildes = (uint32_t)fd;", ""),
+    ("read->aio_data = (uint64_t)at;", "read->aio_data = 0;"),
     ("            begun++;", "            (void)begun;"),
     ("length > 0 && length < NAME", "1"),
     ("naming->digits + i * naming->each", "naming->digits"),
     ("read_some(at, some", "read_some(0, some"),
     ("open_to_read(folders[i], naming, first + i", "open_to_read(folders[i], naming, i"),
-    ("answers[i] = over ? ASIDE", "answers[i] = 0 ? ASIDE"),
-    ("(is_over(rule) || __atomic", "(0 || __atomic"),
-    ("is_over(rule) || __atomic_load_n(withdrawn, __ATOMIC_ACQUIRE))", "is_over(rule))"),
-    ("    if (__atomic_load_n(withdrawn, __ATOMIC_ACQUIRE))", "    if (0)"),
+    ("i > 0 && (is_over(rule) ||", "0 && (is_over(rule) ||"),
+    ("(is_over(rule) || is_withdrawn", "(0 || is_withdrawn"),
+    ("is_over(rule) || is_withdrawn(withdrawn))", "is_over(rule))"),
+    ("    if (is_withdrawn(withdrawn))", "    if (0)"),
+    ("return __atomic_load_n(withdrawn, __ATOMIC_SEQ_CST);", "return 0;"),
     ("(unsigned long long)making->first + (unsigned long long)i", "making->first + 0ull"),
     ("if (found != ABSENT)", "if (found == PLAIN)"),
     ("found == PLAIN ? STANDS : ASIDE", "STANDS"),
