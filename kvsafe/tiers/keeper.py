@@ -67,7 +67,7 @@ class Keeper:
         self._done = threading.Condition()
         self._wanted = True
         self._failed = False
-        self._asked = False
+        self._asked = self._low = False
         self._last_look = self._last_count = float("-inf")
         self._thread = threading.Thread(target=self._run, name="kvsafe-fs-keeper", daemon=True)
 
@@ -83,6 +83,7 @@ class Keeper:
 
     def ask_ahead(self) -> None:
         """Get room for the stores to come, now. Never waits."""
+        self._low = True
         self._wake.set()
 
     def recount(self) -> None:
@@ -117,7 +118,9 @@ class Keeper:
         due = float("-inf")
         while not self._stop:
             self._wake.clear()
-            self._try(self._ask_ahead)
+            if self._low:
+                self._low = False
+                self._try(self._ask_ahead)
             if self._asked or self._calls.clock() >= due:
                 self._asked = False
                 self.tick()

@@ -610,11 +610,12 @@ def test_the_next_grant_is_got_before_one_is_used_up(tmp_path: Path) -> None:
         room = store.room
         grant = room.grant_bytes
         assert grant == 32 * ROW and room._unspent == 0  # whoever stores nothing holds nothing
-        assert room.take_granted(12 * ROW, 60.0)
-        assert room._unspent == 20 * ROW
-        assert room.take_granted(4 * ROW, 60.0)
+        names = [name_of(number) for number in range(16)]
+        row = memoryview(bytearray(ROW))
+        assert all(outcome.good for outcome in store.put_all(names[:15], [row] * 15))
+        assert room._unspent == 17 * ROW
+        assert store.put_all(names[15:], [row])[0].good
         _until(lambda: room._unspent == 48 * ROW)  # by the keeper
-        room.give_back(16 * ROW)
 
 
 def test_what_has_to_go_goes_in_the_background(tmp_path: Path) -> None:
@@ -658,6 +659,7 @@ def test_a_grant_that_is_refused_is_not_asked_for_again_and_again(tmp_path: Path
         with patch.object(Ledger, "grant", return_value=False) as grant:
             while room.take_granted(ROW, 0.0):
                 pass
+            room.spent(0)
             # By who had none left, for many rows and for one, and by the keeper.
             _until(lambda: not room._ahead)
             assert room._unspent == 0 and 1 <= grant.call_count <= 3
@@ -716,13 +718,16 @@ def test_nothing_goes_ahead_of_time_for_what_is_there(tmp_path: Path) -> None:
     with store_at(tmp_path / "s", capacity_bytes=640 * ROW) as store:
         room, row = store.room, memoryview(bytearray(ROW))
         assert room.grant_bytes == 10 * ROW
-        number = 0
-        while number < 600 or room._unspent > 3 * ROW:
+        for first in range(0, 600, 10):
+            numbers = range(first, first + 10)
+            assert all(o.good for o in store.put_all([name_of(n) for n in numbers], [row] * 10))
+        number = 600
+        while room.account().charged < 640 * ROW:
             assert put(store, number).good
             number += 1
-            _until(lambda: not room._is_low)
+        _until(lambda: not room._is_low)
         gone = room.evicted["chunk"]
-        room._ahead = True
+        room._unspent, room._ahead = 3 * ROW, True  # low, with nothing to be granted
         names = [name_of(one) for one in (number - 1, number - 2)]
         for _ in range(20):
             outcomes = store.put_all(names, [row, row])

@@ -92,7 +92,7 @@ def test_crowd() -> None:
 def test_a_crowd_finds_room_that_is_not_paid_for() -> None:
     grant = Ledger.grant
 
-    def generous(self: Ledger, lease: Any, want: int, unspent: Any, limits: Limits) -> bool:
+    def generous(self: Ledger, lease: Any, want: int, unspent: Any, *rest: Any) -> bool:
         return grant(self, lease, want, unspent, Limits(1 << 40, 0))
 
     with seeded(Ledger, "grant", generous):
