@@ -65,6 +65,7 @@ class Room:
         rows = limits.capacity // (64 * whole_pages(folders.row_bytes))
         rows = max(1, min(rows, _GRANT_ROWS, _GRANT_BYTES // whole_pages(folders.row_bytes)))
         self.grant_bytes = rows * whole_pages(folders.row_bytes)
+        self._many_rows = rows >= _MANY_ROWS
 
     @property
     def held(self) -> int:
@@ -121,22 +122,23 @@ class Room:
 
     @property
     def _is_low(self) -> bool:
-        """Whether half of a grant is left, and it has use to ask for the next one."""
-        return self._ahead and self._unspent * 2 <= self.grant_bytes
+        """Whether half of a grant is left, and it has use to ask for the next one.
+
+        Never where a grant is a few rows: it would cost a thread a call for each.
+        """
+        return self._ahead and self._unspent * 2 <= self.grant_bytes and self._many_rows
 
     def ask_ahead(self) -> None:
         """Get the next grant, in the background, so that no store has to wait for it.
 
-        Where a grant is many rows, so that few chunks go early, it evicts for it. Raises `OSError`.
+        If need be it evicts: a grant is a small part of a capacity. Raises `OSError`.
         """
         if not self._is_low or not self._asking.acquire(blocking=False):
             return
         self._ahead = False
         try:
-            if self._ask(self.grant_bytes):
-                return
-            if self.grant_bytes >= _MANY_ROWS * whole_pages(self._folders.row_bytes):
-                _ = self.evict(self.grant_bytes) and self._ask(self.grant_bytes)
+            if not self._ask(self.grant_bytes) and self.evict(self.grant_bytes):
+                self._ask(self.grant_bytes)
         finally:
             self._asking.release()
 
