@@ -13,7 +13,8 @@ faster; `best` compares the best rounds, `ratio` is the median over pairs of rou
 `cpu` are seconds of CPU per GB. Ext4 looks, for each new file, at every inode of its group that
 was freed in the last minutes (`recently_deleted` in `perf`), which can cost more than all the
 rest, ours first: measure on a file system where nothing was removed for five minutes, or on one
-that was made for it.
+that was made for it, on a loop device with `losetup --direct-io=on` over a file of 50 GiB. Without
+direct I/O the page cache of the file below is measured, and rounds differ by a factor of three.
 
 `--restart` makes a store of that many files of 8 KiB (of no blocks, but for one: names are what
 a count has to look at) and tells how long a new process takes from opening the store to its first

@@ -306,7 +306,8 @@ static int32_t store_one(int64_t i, int folder, const struct naming *naming, con
 }
 
 /* Make new files from rows of `rule->bytes`, each under a temporary name first. Per file: PLAIN,
- * STANDS, ASIDE (as they all are to begin with), PART or WHOLE. Nothing is begun, and nothing gets its name, once `withdrawn`. */
+ * STANDS, ASIDE (as they all are to begin with), PART or WHOLE. Nothing is begun, and nothing gets
+ * its name, once `withdrawn`. */
 EXPORT void kvsafe_store(int64_t count, const int *folders, const struct naming *naming,
                          const char *const *rows, const struct making *making,
                          const struct rule *rule, const int32_t *withdrawn, int32_t *answers)

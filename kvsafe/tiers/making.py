@@ -98,19 +98,18 @@ class Made:
             self._storing.not_needed(self._taken)
             return
         made = came.count(PLAIN)
+        if made < len(came):
+            self._storing.not_needed(came.count(STANDS) + came.count(ASIDE))
+            for place, how in enumerate(came):
+                if how in (PART, WHOLE):
+                    temporary = f"{self._before}{self._first + place:x}"
+                    self._storing.undo(files.folders[place], temporary, _GIVEN_UP, how == WHOLE)
         if made:
             names = files.names
             self._storing.spent(
                 made,
                 ((names.buckets[at], names.file(at)) for at in range(len(came)) if not came[at]),
             )
-        if made == len(came):
-            return
-        self._storing.not_needed(came.count(STANDS) + came.count(ASIDE))
-        for place, how in enumerate(came):
-            if how in (PART, WHOLE):
-                temporary = f"{self._before}{self._first + place:x}"
-                self._storing.undo(files.folders[place], temporary, _GIVEN_UP, how == WHOLE)
 
     def answer(self, answers: list[Outcome | None]) -> None:
         """What came of each, None for the long way."""
