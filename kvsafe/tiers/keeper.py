@@ -163,6 +163,7 @@ class Keeper:
     def _relieve(self) -> None:
         if self.room is not None:
             self.room.relieve()
+            self.room.return_idle()
 
     def _count(self) -> None:
         clock = self._calls.clock

@@ -24,6 +24,8 @@ _GRANT_BYTES = 128 << 20
 _GRANT_ROWS = 128
 """At most so much is asked for, and evicted, at once."""
 _MANY_ROWS = 8
+_IDLE_ROUNDS = 12
+"""Of the housekeeping, five seconds each."""
 _ATTEMPTS = 4
 _WAIT_S = 5.0
 _LATER_NS = 1_000_000
@@ -58,6 +60,7 @@ class Room:
         """Whether the last grant was given: else something has to go first."""
         self._ahead = False
         """Whether there was a grant since one was last asked for ahead."""
+        self._idle_rounds = 0
         self._candidates: list[Candidate] = []
         self.evicted: Counter[str] = Counter()
         self.on_low: Callable[[], None] = lambda: None
@@ -201,6 +204,7 @@ class Room:
         """The reserved bytes are in a published file now. More is likely to come."""
         with self._lock:
             self._in_flight -= amount
+        self._idle_rounds = 0
         if self._is_low:
             self.on_low()
 
@@ -211,10 +215,24 @@ class Room:
             self._unspent += amount
 
     def return_unspent(self) -> None:
-        """Give unused grants back to everybody."""
+        """Give unused grants back to everybody.
+
+        Raises `OSError`: nobody knows then whether the account heard of it, so they are not used,
+        and stay charged until a count.
+        """
         with self._lock:
             amount, self._unspent = self._unspent, 0
         self._ledger.settle(self._lease, lambda: self.held, amount)
+
+    def return_idle(self) -> None:
+        """Once a round: give back what was granted when nothing was stored for many of them.
+
+        Else processes that store no more would hold what others could use. Raises `OSError`.
+        """
+        self._idle_rounds += 1
+        if self._idle_rounds >= _IDLE_ROUNDS and self._unspent:
+            self._ahead = False
+            self.return_unspent()
 
     def offer(self, candidates: Iterable[Candidate]) -> None:
         """Take the oldest names of a listing as candidates for eviction."""

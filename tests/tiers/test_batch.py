@@ -811,3 +811,30 @@ def test_housekeeping_outlives_a_fault_of_our_own(tmp_path: Path) -> None:
         counts = store.keeper.counts
         store.keeper.want_count()
         assert store.keeper.wait_counted(counts + 1)
+
+
+def test_who_stores_no_more_gives_back_what_was_granted(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        assert put(store, GOOD).good
+        room, used = store.room, ROW
+        assert room.held > 0 and store.charged > used
+        for _ in range(11):
+            store.keeper.tick()
+        assert room.held > 0
+        assert put(store, ODD).good  # a store begins the minute anew
+        for _ in range(11):
+            store.keeper.tick()
+        store.keeper.tick()
+        assert (room.held, store.charged) == (0, 2 * ROW)
+        assert put(store, LAST).good and room.held > 0
+
+
+def test_a_grant_that_may_not_have_been_given_back_is_not_used(tmp_path: Path) -> None:
+    with store_at(tmp_path / "s") as store:
+        assert put(store, GOOD).good
+        charged = store.charged
+        with patch.object(Ledger, "settle", side_effect=LedgerBusy(11, "busy")):
+            for _ in range(12):
+                store.keeper.tick()
+        assert store.room.held == 0 and store.charged == charged
+        assert put(store, ODD).good and store.charged > charged
