@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from kvsafe.tiers.batch import ABSENT, ASIDE, PLAIN, Batch, Rule, check_lengths
 from kvsafe.tiers.chunkfile import Sync
 from kvsafe.tiers.folders import Folders
+from kvsafe.tiers.handles import Handle
 from kvsafe.tiers.keeper import FRESH_S
 from kvsafe.tiers.making import Files, Made
 from kvsafe.tiers.naming import Names
 from kvsafe.tiers.order import Order
-from kvsafe.tiers.outcome import PRESENT, Answer, FileId, Outcome
+from kvsafe.tiers.outcome import LATE, PRESENT, FileId, Outcome
 from kvsafe.tiers.storing import Storing
 
-_GIVEN_UP = Outcome(Answer.LATE)
 _SOON_S = 0.05
 """Far longer than another thread takes to ask for room."""
 _NEW_FOLDERS = 64
@@ -65,16 +65,15 @@ class PlainCourse:
             return [None] * len(names)
         handles = self._folders.take_all(asked.buckets, make=False, most_new=_NEW_FOLDERS)
         try:
-            there = [at for at, one in enumerate(handles) if one and one.fd >= 0]
-            fds = [one.fd for one in handles if one and one.fd >= 0]
-            found = self._batch.look(fds, asked.some(there), self._rule(within_s))
+            there = _with_folders(asked, handles)
+            found = self._batch.look(there.folders, there.names, self._rule(within_s))
         finally:
             self._folders.drop_all(handles)
         # What is in a folder that is not there is not there.
         answers: list[bool | None] = [False if handle else None for handle in handles]
-        for at, answer in zip(there, found, strict=False):
+        for at, answer in zip(there.at, found, strict=False):
             answers[at] = _THERE[answer]
-        return answers if len(found) == len(there) else answers[: there[len(found)]]
+        return answers if len(found) == len(there) else answers[: there.at[len(found)]]
 
     def read(self, names: Sequence[bytes], into: Sequence[memoryview]) -> list[FileId | None]:
         """Fill buffers of one row each; per name the file it was, None for the long way."""
@@ -139,7 +138,7 @@ class PlainCourse:
             if answers[at] is not None
         }
         said = {
-            folder: storing.settled_bucket(folder) if order.more() else _GIVEN_UP
+            folder: storing.settled_bucket(folder) if order.more() else LATE
             for folder in set(reported.values())
         }
         last = storing.settled_buckets() if reported and order.more() else None
@@ -168,7 +167,12 @@ class PlainCourse:
             return
         handles = self._folders.take_all(asked.buckets, make)
         try:
-            at = [at for at, one in enumerate(handles) if one and one.fd >= 0]
-            yield Files(at, [one.fd for one in handles if one and one.fd >= 0], asked.some(at))
+            yield _with_folders(asked, handles)
         finally:
             self._folders.drop_all(handles)
+
+
+def _with_folders(names: Names, handles: Sequence[Handle | None]) -> Files:
+    """Those of some names whose bucket is open."""
+    at = [at for at, one in enumerate(handles) if one and one.fd >= 0]
+    return Files(at, [one.fd for one in handles if one and one.fd >= 0], names.some(at))

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from kvsafe.tiers.batch import ASIDE, PART, PLAIN, STANDS, WHOLE, Batch, Making, Rule, nothing_made
 from kvsafe.tiers.naming import Names
 from kvsafe.tiers.order import Order
-from kvsafe.tiers.outcome import DONE, PRESENT, Answer, Outcome
+from kvsafe.tiers.outcome import DONE, LATE, PRESENT, Outcome
 from kvsafe.tiers.storing import Storing
 
-_GIVEN_UP = Outcome(Answer.LATE)
 _OUTCOMES = {PLAIN: DONE, STANDS: PRESENT}
 
 
@@ -103,7 +102,7 @@ class Made:
             for place, how in enumerate(came):
                 if how in (PART, WHOLE):
                     temporary = f"{self._before}{self._first + place:x}"
-                    self._storing.undo(files.folders[place], temporary, _GIVEN_UP, how == WHOLE)
+                    self._storing.undo(files.folders[place], temporary, LATE, how == WHOLE)
         if made:
             names = files.names
             self._storing.spent(

@@ -67,6 +67,8 @@ class Outcome:
 DONE = Outcome(Answer.DONE)
 PRESENT = Outcome(Answer.PRESENT)
 """The two that nearly every operation ends with, made once."""
+LATE = Outcome(Answer.LATE)
+"""For work that nobody wants any more."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 GONE = (errno.ENOENT, errno.ENOTDIR)

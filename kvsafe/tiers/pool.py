@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from kvsafe.tiers.order import Order
-from kvsafe.tiers.outcome import Answer, Outcome
+from kvsafe.tiers.outcome import LATE, Answer, Outcome
 
 Lane = int
 LOOK: Lane = 0
@@ -70,18 +70,19 @@ class Ticket(Order):
 
     def abandon(self) -> bool:
         """Answer without the work. False if it is claimed or over."""
-        return self._move(("waiting", "running"), "over", withdrawn=True)
+        if not self._move(("waiting", "running"), "over"):
+            return False
+        self.withdraw()
+        return True
 
     def finish(self) -> bool:
         """The work has returned. False if it was abandoned meanwhile."""
         return self._move(("running", "claimed"), "over")
 
-    def _move(self, sources: tuple[str, ...], target: str, *, withdrawn: bool = False) -> bool:
+    def _move(self, sources: tuple[str, ...], target: str) -> bool:
         with self._lock:
             if self._state not in sources:
                 return False
-            if withdrawn:
-                self.withdraw()
             self._state = target
             return True
 
@@ -203,7 +204,7 @@ class Pool:
     def _late(self, ticket: Ticket) -> bool:
         if not ticket.abandon():
             return False
-        self._done.put((ticket.tag, Outcome(Answer.LATE)))
+        self._done.put((ticket.tag, LATE))
         return True
 
     def _run(self, worker: _Worker) -> None:

@@ -82,7 +82,6 @@ class ChunkStore:
         self.room.on_low = self.keeper.ask_ahead
         writer = Writer(calls, folders, setting.sync, self.direct)
         self._reader = Reader(calls, folders, self.direct)
-        self._charge = whole_pages(setting.row_bytes)
         self.counts: Counter[str] = Counter()
         self._course = self._plain_course(setting, folders, batch)
         self._storing = Storing(folders, self.lease, self.room, writer, self.counts)

@@ -9,7 +9,7 @@ from kvsafe.tiers.folders import Folders
 from kvsafe.tiers.leases import Lease
 from kvsafe.tiers.ledger import whole_pages
 from kvsafe.tiers.order import Order
-from kvsafe.tiers.outcome import DONE, PRESENT, Answer, Outcome, outcome_of
+from kvsafe.tiers.outcome import DONE, LATE, PRESENT, Answer, Outcome, outcome_of
 from kvsafe.tiers.room import Room
 
 _NO_ROOM = "capacity or reserve"
@@ -58,7 +58,7 @@ class Storing:
             self._writer.write(folder, temporary, row)
             written = True
             if not order.wanted:
-                return self.undo(folder, temporary, Outcome(Answer.LATE), written)
+                return self.undo(folder, temporary, LATE, written)
             self._writer.publish(folder, temporary, file)
         except OSError as exc:
             return self._failed(folder, bucket, temporary, exc, written)

@@ -725,7 +725,8 @@ def test_nothing_goes_ahead_of_time_for_what_is_there(tmp_path: Path) -> None:
         while room.account().charged < 640 * ROW:
             assert put(store, number).good
             number += 1
-        _until(lambda: not room._is_low)
+        _until(lambda: not room._is_low and not store.keeper._low)
+        time.sleep(0.05)  # the keeper may be at it yet
         gone = room.evicted["chunk"]
         room._unspent, room._ahead = 3 * ROW, True  # low, with nothing to be granted
         names = [name_of(one) for one in (number - 1, number - 2)]
@@ -736,8 +737,7 @@ def test_nothing_goes_ahead_of_time_for_what_is_there(tmp_path: Path) -> None:
         assert room.evicted["chunk"] == gone and room._ahead
         # The positive control: a new one has the next grant made.
         assert put(store, number).answer is Answer.DONE
-        _until(lambda: not room._is_low)
-        assert room.evicted["chunk"] > gone
+        _until(lambda: room.evicted["chunk"] > gone)
 
 
 def test_who_holds_the_ledger_holds_up_nobody_with_room_in_hand(tmp_path: Path) -> None:

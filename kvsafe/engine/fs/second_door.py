@@ -30,6 +30,7 @@ from kvsafe.engine.journal import adopt_vllm_handlers, logger
 from kvsafe.engine.tiers.self_sealing import SEAL_OPTIONS, TierSeal
 from kvsafe.seal.refusal import Refusal
 from kvsafe.tiers import Answer, Os, Outcome, Ticket
+from kvsafe.tiers.outcome import LATE
 
 _REFUSED_LIMIT = 65536
 
@@ -100,8 +101,7 @@ class SealingFsTier(KVSafeFsTier):
         new = [at for at, answer in enumerate(answers) if answer is None]
         names = [job.names[places[at]] for at in new]
         stored = iter(self.store.put_all(names, [buffers[at] for at in new], ticket))
-        late = Outcome(Answer.LATE)
-        return [next(stored, late) if answer is None else answer for answer in answers]
+        return [next(stored, LATE) if answer is None else answer for answer in answers]
 
     def _sealed(
         self, job: Job, place: int, row: memoryview, buffer: memoryview, ticket: Ticket
@@ -115,7 +115,7 @@ class SealingFsTier(KVSafeFsTier):
         self._seal.take_in(buffer, row)
         # The row was this chunk's for as long as nobody has answered for the job.
         if not ticket.wanted:
-            return Outcome(Answer.LATE)
+            return LATE
         refusal = self._seal.seal(buffer, bytes(job.keys[place]), job.epoch)
         return None if refusal is None else Outcome(Answer.UNREACHABLE, str(refusal), refusal)
 

@@ -24,6 +24,7 @@ from kvsafe.seal.layout import FIXED, coverage_bytes
 from kvsafe.seal.refusal import Refusal, RefusalKind
 from kvsafe.tiers import Answer, Outcome
 from kvsafe.tiers.buffers import ThreadBuffers
+from kvsafe.tiers.outcome import LATE
 
 UNATTESTED = "unattested"
 """The `why` of a load that no companion vouches for."""
@@ -92,7 +93,7 @@ class RowMover:
         offers = self._offers(row, names, buffer)
         if not wanted():
             # The row may have been given away meanwhile: nobody may read what was made of it.
-            return Outcome(Answer.LATE)
+            return LATE
         return _worst(self._store.store(offers)) or Outcome(Answer.DONE)
 
     def _offers(self, row: memoryview, names: ChunkNames, buffer: memoryview) -> list[Offer]:
@@ -132,7 +133,7 @@ class RowMover:
         if wrong is not None:
             return self._forgiven(wrong)
         if not claim():
-            return Outcome(Answer.LATE)
+            return LATE
         with rows(place.row) as row:
             self._fill(row, buffer)
             if attested:
